@@ -20,6 +20,7 @@ from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels.dtype import without_autocast
 from ring_backends.kernels.merge import statistics_dtype
 from ring_backends.kernels.score_mod import PairScores, ScoreMod
+from ring_backends.plotting import check_plot, new_figure
 from ring_backends.ring.calls import Configuration
 from ring_backends.schedule.pattern import DilatedPattern
 
@@ -131,8 +132,6 @@ def draw_pattern(
     Raises:
         ValueError: matplotlib is missing or does not write this format, or the pattern does not fit.
     """
-    from ring_backends.plotting import check_plot, new_figure
-
     check_plot(path, "path")
     pattern.check(seq_len=seq_len, num_heads=num_heads)
     everywhere = torch.arange(seq_len)
@@ -165,8 +164,6 @@ def draw_weights(path: Path, weights: Tensor, positions: Sequence[int]) -> None:
     Raises:
         ValueError: matplotlib is missing or does not write this format, or the shapes do not fit.
     """
-    from ring_backends.plotting import check_plot, new_figure
-
     check_plot(path, "path")
     if weights.dim() != 3 or weights.shape[1] != len(positions):
         raise ValueError(

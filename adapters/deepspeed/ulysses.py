@@ -13,9 +13,8 @@ RingPeerError in the forward, torch's own error in the backward.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -31,7 +30,6 @@ from ring_backends.attention import RingDilatedAttention
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.kernels.score_mod import ScoreMod
-from ring_backends.ring.calls import Call
 from ring_backends.ring.rendezvous import connect
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import LayoutKind
@@ -160,15 +158,14 @@ class UlyssesAttention:
         inputs, checked = self.module._check_call(inputs)
         query, key, value = inputs.query, inputs.key, inputs.value
         with ring.report_refusals():
-            _check_trade(query.shape[2], key.shape[2], checked.layout.seq_len, ring)
-            _check_no_dropout(inputs.dropout_p)
+            _check_trade(inputs, checked.layout.seq_len, ring)
         configuration = checked.configuration(
             inputs, self.module._module_number, needs_gradients=inputs.needs_gradients
         )
         call = ring.agreement.begin(configuration)
         statistics: list[Tensor] = []
         first_head = query.shape[2] // ring.ulysses_size * ring.ulysses_rank
-        with self._trading(call):
+        try:
             others = replace(
                 inputs,
                 seq_len=checked.layout.seq_len,
@@ -183,20 +180,12 @@ class UlyssesAttention:
             if not inputs.return_lse:
                 return out
             lse = single_all_to_all(statistics[0].transpose(1, 2).unsqueeze(-1), 1, 2, 0, ring.ulysses_group)
-        return out, lse.squeeze(-1).transpose(1, 2)
-
-    @contextlib.contextmanager
-    def _trading(self, call: Call) -> Iterator[None]:
-        """Wraps the exchange of heads for rows. If the exchange fails, the ring's call fails."""
-        ring = self.ring
-        assert ring.agreement is not None
-        try:
-            yield
         except (RingMismatchError, RingPeerError, torch.OutOfMemoryError):
             raise
-        except RuntimeError as error:
+        except RuntimeError as error:  # the exchange of heads for rows has failed, and the ring's call fails with it
             what = f"rank {ring.rank} waited for its Ulysses group to exchange heads for rows"
             ring.agreement.fail(call, what, error)
+        return out, lse.squeeze(-1).transpose(1, 2)
 
     def _attend_share(
         self, query: Tensor, key: Tensor, value: Tensor, *, inputs: AttentionInputs, statistics: list[Tensor]
@@ -243,16 +232,8 @@ def _of_share(
     return score_mod(score, batch, head + first, q_idx, kv_idx)
 
 
-def _check_no_dropout(dropout_p: float) -> None:
-    if dropout_p:
-        raise ValueError(
-            f"dropout_p = {dropout_p} with ulysses_size > 1: dropout depends on the global index of a head, "
-            "and a rank of a Ulysses group knows only local indices; use ulysses_size = 1, or dropout_p = 0."
-        )
-
-
-def _check_trade(num_heads: int, num_kv_heads: int, seq_len: int, ring: UlyssesRing) -> None:
-    for name, heads in (("query", num_heads), ("key", num_kv_heads)):
+def _check_trade(inputs: AttentionInputs, seq_len: int, ring: UlyssesRing) -> None:
+    for name, heads in (("query", inputs.query.shape[2]), ("key", inputs.key.shape[2])):
         if heads % ring.ulysses_size:
             raise ValueError(
                 f"{name} has {heads} heads with ulysses_size = {ring.ulysses_size}: every rank takes an equal share of "
@@ -264,4 +245,9 @@ def _check_trade(num_heads: int, num_kv_heads: int, seq_len: int, ring: UlyssesR
             f"seq_len = {seq_len} with ulysses_size = {ring.ulysses_size}: all ranks must hold equally many rows, "
             f"so a {ring.layout_kind} ring of {ring.size} needs a multiple of {chunks}; pad the sequence, and "
             "mask the padding with key_padding_mask."
+        )
+    if inputs.dropout_p:
+        raise ValueError(
+            f"dropout_p = {inputs.dropout_p} with ulysses_size > 1: dropout depends on the global index of a head, "
+            "and a rank of a Ulysses group knows only local indices; use ulysses_size = 1, or dropout_p = 0."
         )

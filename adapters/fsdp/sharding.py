@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ from ring_backends.torch_internals import internal
 from ring_backends.training.reducer import device_of
 
 Strategy = Literal["fsdp2", "hsdp", "fsdp1"]
-Policy = TypeVar("Policy", MixedPrecision | None, MixedPrecisionPolicy)
 
 
 class Sharding(NamedTuple):
@@ -65,9 +64,10 @@ def fully_shard_sharding(
             "over those ranks only, and the replicas would drift apart; leave mesh out, or pass a mesh of all ranks "
             "(one axis, or two: replicas × shards)."
         )
+    if "mp_policy" in options and mixed_precision is not None:
+        raise ValueError(f"mp_policy and mixed_precision = {mixed_precision} are both given: leave one of them out.")
     reduce_dtype = mixed_precision and torch.float32
-    policy = MixedPrecisionPolicy(mixed_precision, reduce_dtype, cast_forward_inputs=False)
-    policy = _policy("mp_policy", policy, mixed_precision, options)
+    policy = options.get("mp_policy") or MixedPrecisionPolicy(mixed_precision, reduce_dtype, cast_forward_inputs=False)
     _refuse_ignored(options.get("ignored_params") or (), "ignored_params")
 
     def shard(module: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
@@ -104,7 +104,6 @@ def fsdp1_sharding(model: nn.Module, mixed_precision: torch.dtype | None, option
     policy = None
     if mixed_precision is not None:
         policy = MixedPrecision(mixed_precision, torch.float32, cast_root_forward_inputs=False)
-    policy = _policy("mixed_precision", policy, mixed_precision, options)
     ignored = [
         parameter
         for name in ("ignored_modules", "ignored_states")
@@ -183,13 +182,6 @@ def _is_hybrid(part: FullyShardedDataParallel) -> bool:
 def _replicas(part: FullyShardedDataParallel) -> dist.ProcessGroup:
     """The process group over which a hybrid FullyShardedDataParallel replicates."""
     return cast(dist.ProcessGroup, internal(part, "_inter_node_pg", "a hybrid FullyShardedDataParallel"))
-
-
-def _policy(name: str, policy: Policy, mixed_precision: torch.dtype | None, options: Mapping[str, Any]) -> Policy:
-    """The user's policy if there is one, else ``policy``."""
-    if name in options and mixed_precision is not None and name != "mixed_precision":
-        raise ValueError(f"{name} and mixed_precision = {mixed_precision} are both given: leave one of them out.")
-    return cast(Policy, options.get(name) or policy)
 
 
 def _refuse_ignored(parameters: Iterable[nn.Parameter], name: str) -> None:

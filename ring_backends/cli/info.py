@@ -178,23 +178,21 @@ def _constants(probe: dict[str, Any]) -> list[tuple[str, str]]:
         flops, keys = hardware.tile_rate(backward=backward, causal=causal)
         return f"{flops / 1e9:,.1f} GFLOP/s" + (f", {keys:,.0f} extra keys per row" if keys else "")
 
-    shown = [
-        ("latency of a hop", f"{hardware.latency_seconds * 1e3:.3f} ms"),
-        ("bandwidth, both ways at once", f"{hardware.bytes_per_second / 1e9:.2f} GB/s per direction"),
-        ("tile forward", rate(False, False)),
-        ("tile backward", rate(True, False)),
-        ("causal tile forward", rate(False, True)),
-        ("causal tile backward", rate(True, True)),
-    ]
-    if hardware.tile_seconds:
-        shown.append(("host time per tile launch", f"{hardware.tile_seconds * 1e6:.1f} µs"))
-    if hardware.copy_bytes_per_second is not None:
-        shown.append(("gathering and merging rows", f"{hardware.copy_bytes_per_second / 1e9:.2f} GB/s"))
-    shown.append(("share of a hop that overlaps with tiles", f"{hardware.overlap:.0%}"))
-    shown.append(("speed of one rank alone", f"{hardware.speed_alone:.2f} times its speed beside the other ranks"))
-    if hardware.memory_bytes is not None:
-        shown.append(("memory per rank", f"{hardware.memory_bytes / 2**30:,.1f} GiB"))
-    return shown
+    launch, copies, memory = hardware.tile_seconds, hardware.copy_bytes_per_second, hardware.memory_bytes
+    shown = {
+        "latency of a hop": f"{hardware.latency_seconds * 1e3:.3f} ms",
+        "bandwidth, both ways at once": f"{hardware.bytes_per_second / 1e9:.2f} GB/s per direction",
+        "tile forward": rate(False, False),
+        "tile backward": rate(True, False),
+        "causal tile forward": rate(False, True),
+        "causal tile backward": rate(True, True),
+        "host time per tile launch": f"{launch * 1e6:.1f} µs" if launch else None,
+        "gathering and merging rows": None if copies is None else f"{copies / 1e9:.2f} GB/s",
+        "share of a hop that overlaps with tiles": f"{hardware.overlap:.0%}",
+        "speed of one rank alone": f"{hardware.speed_alone:.2f} times its speed beside the other ranks",
+        "memory per rank": None if memory is None else f"{memory / 2**30:,.1f} GiB",
+    }
+    return [(name, text) for name, text in shown.items() if text is not None]
 
 
 def _usable(reason: str | None) -> str:

@@ -197,7 +197,7 @@ def parse_branches(segment_lengths: list[str] | None, dilation_rates: list[str] 
         ValueError: only one of them is given, or a value is neither an integer nor ``none``.
     """
     lengths = parse_lengths("segment_lengths", segment_lengths)
-    rates = None if dilation_rates is None else _integers("dilation_rates", dilation_rates)
+    rates = parse_lengths("dilation_rates", dilation_rates, may_be_none=False)
     if lengths is None and rates is None:
         return None
     if lengths is None or rates is None:
@@ -206,17 +206,17 @@ def parse_branches(segment_lengths: list[str] | None, dilation_rates: list[str] 
     return lengths, rates
 
 
-def parse_lengths(name: str, values: list[str] | None) -> tuple[int | None, ...] | None:
-    """Parse ``--segment-lengths`` or ``--window-lengths``, whose entries may be ``none``.
+def parse_lengths(name: str, values: list[str] | None, *, may_be_none: bool = True) -> tuple[Any, ...] | None:
+    """Parse ``["2048,8192", "none"]`` into ``(2048, 8192, None)``. Returns None if the option is not given.
+
+    Args:
+        may_be_none: whether an entry may be ``none``.
 
     Raises:
         ValueError: an entry is neither an integer nor ``none``. The message names the option.
     """
-    return None if values is None else _integers(name, values, may_be_none=True)
-
-
-def _integers(name: str, values: list[str], *, may_be_none: bool = False) -> tuple[Any, ...]:
-    """Parse ``["2048,8192", "16384"]`` into ``(2048, 8192, 16384)``."""
+    if values is None:
+        return None
     parts = re.split(r"[,\s]+", ",".join(values).strip(", "))
     for part in parts:
         if not re.fullmatch(_ENTRY if may_be_none else r"-?\d+", part):

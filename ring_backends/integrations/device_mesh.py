@@ -66,14 +66,12 @@ class Axis:
     """A mesh axis with a ring.
 
     Attributes:
-        backend: name of the adapter that made the ring.
         seq_len: length of the sequence that an open ``context_parallel`` has sharded; None outside of one. A plain
             attribute, since autograd recomputes activations on another thread, which has no context variables.
         buffers: the tensors that it has sharded.
     """
 
     ring: Ring
-    backend: str
     seq_len: int | None = None
     buffers: list[Tensor] = field(default_factory=list)
 
@@ -113,17 +111,16 @@ def join_axis(mesh: DeviceMesh, backend: str, layout: LayoutKind, timeout: timed
     """
     group = _group_of(mesh)
     if group not in _axes:
-        _axes[group] = Axis(load_adapter(backend).initialize(layout=layout, group=mesh, timeout=timeout), backend)
-    axis = _axes[group]
-    wanted = {"backend": backend, "layout": layout, "timeout": timeout}
-    made = {"backend": axis.backend, "layout": axis.ring.layout_kind, "timeout": axis.ring.timeout}
-    for name, value in wanted.items():
-        if value != made[name]:
+        _axes[group] = Axis(load_adapter(backend).initialize(layout=layout, group=mesh, timeout=timeout))
+    ring = _axes[group].ring
+    given = ("backend", backend, ring.adapter), ("layout", layout, ring.layout_kind), ("timeout", timeout, ring.timeout)
+    for name, value, of_ring in given:
+        if value != of_ring:
             raise ValueError(
-                f"{name} = {value!r}: the ring of this mesh axis has {name} = {made[name]!r}, from the first style; "
-                "an axis has one ring, so give all its styles the same value."
+                f"{name} = {value!r}: the ring of this mesh axis has {name} = {of_ring!r}, from the first style; an "
+                "axis has one ring, so give all its styles the same value."
             )
-    return axis
+    return _axes[group]
 
 
 def ring_of(mesh: DeviceMesh) -> Ring:
@@ -348,7 +345,10 @@ class RingDilated(ParallelStyle):
         self._seq_dim, self._is_causal = seq_dim, is_causal
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        name, options, names = type(module).__name__, self._options, _positional(module)
+        name, options = type(module).__name__, self._options
+        parameters = inspect.signature(module.forward).parameters.values()
+        by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = tuple(parameter.name for parameter in parameters if parameter.kind in by_place)
         if isinstance(module, (RingDilatedAttention, RingDilatedMultiheadAttention)):
             own: Any = module if isinstance(module, RingDilatedAttention) else module.attention
             self._check_own(name, own)
@@ -376,7 +376,6 @@ class RingDilated(ParallelStyle):
             raise ValueError(f"segment_lengths is not given: {name} has no pattern of its own; give one.")
         axis = join_axis(device_mesh, self._backend, self._layout, self._timeout)
         attention = create_attention(self._backend, *self._pattern, ring=axis.ring, **options)
-        parameters = inspect.signature(module.forward).parameters.values()
         defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
         on_it: Any = module
         on_it.__class__ = _class_on_ring(on_ring, type(module))  # type: ignore[arg-type]
@@ -505,7 +504,12 @@ class InnerAttentionOnRing(_OnRing):
                     f"enable_gqa = False with {query.shape[2]} query heads and {key.shape[2]} key heads: pass "
                     "enable_gqa=True for grouped key/value heads."
                 )
-            _check_scale(given.pop("scale", None), attention.scale, query.shape[3])
+            of_style = query.shape[3] ** -0.5 if attention.scale is None else attention.scale
+            scale = given.pop("scale", None)
+            if scale is not None and not math.isclose(scale, of_style, rel_tol=1e-6):
+                raise ValueError(
+                    f"scale = {scale}: this style computes with {of_style}; set RingDilated(scale={scale})."
+                )
             is_causal = call.causal(given.pop("is_causal", None))
             passed_on = {name: given.pop(name, None) for name in _PASSED_ON}
             _refuse(given)
@@ -590,13 +594,6 @@ def _prepare_call(axis: Axis, module: nn.Module, args: tuple[Any, ...], kwargs: 
     return args, kwargs if kwargs.get("seq_len") is not None else {**kwargs, "seq_len": axis.seq_len}
 
 
-def _positional(module: nn.Module) -> tuple[str, ...]:
-    """The arguments of a module's forward that may be given by position."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(module.forward).parameters.values()
-    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
-
-
 def _check_tensors(query: object, key: object, value: object, order: str, *, dims: int, seq_dim: int) -> None:
     """Check that query, key and value are plain tensors with the same number of rows."""
     tensors: dict[str, Any] = {"query": query, "key": key, "value": value}
@@ -614,12 +611,6 @@ def _check_tensors(query: object, key: object, value: object, order: str, *, dim
                 f"{name} has {tensor.shape[seq_dim]} rows and query {tensors['query'].shape[seq_dim]}: cross-attention "
                 "and key/value caches are not supported by a ring; call the module on one sequence."
             )
-
-
-def _check_scale(of_call: Any, of_style: float | None, head_dim: int) -> None:
-    scale = head_dim**-0.5 if of_style is None else of_style
-    if of_call is not None and not math.isclose(of_call, scale, rel_tol=1e-6):
-        raise ValueError(f"scale = {of_call}: this style computes with {scale}; set RingDilated(scale={of_call}).")
 
 
 def _refuse(options: Mapping[str, Any]) -> None:

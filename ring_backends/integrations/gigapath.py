@@ -15,7 +15,7 @@ from __future__ import annotations
 import warnings
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -140,11 +140,7 @@ def remove_ring(slide_encoder: nn.Module) -> None:
     Raises:
         ValueError: ``slide_encoder`` is not on a ring.
     """
-    if not _is_on_ring(slide_encoder):
-        raise ValueError(
-            f"slide_encoder = {type(slide_encoder).__name__}: not a slide encoder on a ring; give one that "
-            "use_ring was called with."
-        )
+    _on_ring(slide_encoder)
     torchscale.remove_layers_from_ring(slide_encoder.encoder)
     del slide_encoder.forward
 
@@ -179,11 +175,7 @@ def attention_map(
         ValueError: the slide encoder is not on a ring, or in training mode; or there is no such layer or tile. Invalid
             slides raise an error as in a call.
     """
-    if not _is_on_ring(slide_encoder):
-        raise ValueError(
-            f"slide_encoder = {type(slide_encoder).__name__}: not a slide encoder on a ring; call use_ring."
-        )
-    on_ring: _SlideEncoder = slide_encoder.forward.__self__  # type: ignore[attr-defined]
+    on_ring = _on_ring(slide_encoder)
     layers: Any = slide_encoder.encoder.layers  # type: ignore[union-attr]
     ring = on_ring.ring
     with ring.report_refusals():
@@ -279,6 +271,16 @@ def _is_on_ring(slide_encoder: nn.Module) -> bool:
     return torchscale.is_on_ring(slide_encoder, _SlideEncoder)
 
 
+def _on_ring(slide_encoder: nn.Module) -> _SlideEncoder:
+    """What replaces the forward of a slide encoder on a ring."""
+    if not _is_on_ring(slide_encoder):
+        raise ValueError(
+            f"slide_encoder = {type(slide_encoder).__name__}: not a slide encoder on a ring; call use_ring, or give "
+            "one that it was called with."
+        )
+    return cast(_SlideEncoder, slide_encoder.forward.__self__)  # type: ignore[attr-defined]
+
+
 class _SlideEncoder:
     """Replaces the forward of a LongNetViT.
 
@@ -301,21 +303,18 @@ class _SlideEncoder:
         tile_embeddings: bool = False,
     ) -> Any:
         torchscale.refuse_export(self.slide_encoder.encoder)
-        return self._embed_slides(x, coords, all_layer_embed, padding_mask, tile_embeddings)
+        tensors = {"x": x, "coords": coords, "padding_mask": padding_mask}
+        return self._embed_slides(tensors, bool(all_layer_embed), bool(tile_embeddings))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _embed_slides(
-        self, x: Tensor, coords: Tensor, all_layer_embed: bool, padding_mask: Tensor | None, tile_embeddings: bool
-    ) -> Any:
+    def _embed_slides(self, tensors: dict[str, Any], all_layer_embed: bool, tile_embeddings: bool) -> Any:
         ring = self.ring
         ring.check_connected()
         with ring.report_refusals():
-            places, slides = self._check(x, coords, padding_mask)
-        arguments = {"x": x, "coords": coords, "all_layer_embed": bool(all_layer_embed), "padding_mask": padding_mask}
-        arguments["tile_embeddings"] = bool(tile_embeddings)
-        with torchscale.same_call(
-            ring, "the slides of a slide encoder", arguments, self.slide_encoder.encoder, x.device
-        ):
+            places, slides = self._check(**tensors)
+        x, encoder = tensors["x"], self.slide_encoder.encoder
+        arguments = {**tensors, "all_layer_embed": all_layer_embed, "tile_embeddings": tile_embeddings}
+        with torchscale.same_call(ring, "the slides of a slide encoder", arguments, encoder, x.device):
             return self._embed(ring, x, places, slides, all_layer_embed, tile_embeddings)
 
     def _embed(

@@ -216,7 +216,13 @@ class LongNet(nn.Module):
         """
         ring = cast(Ring, cast(Layer, self.layers[0]).self_attn.attention.ring)
         with ring.report_refusals():
-            self._check_caches(caches)
+            if caches is not None and not self._is_causal:
+                raise ValueError(f"caches is given: {type(self).__name__} is not causal; use a LongNetDecoder.")
+            if caches is not None and len(caches) != len(self.layers):
+                raise ValueError(
+                    f"caches has {len(caches)} caches and the model {len(self.layers)} layers; make them with "
+                    "new_caches()."
+                )
             num_cached = None if caches is None or seq_len is not None else caches[0].seq_len
             x, whole_len = self._embed(x, ring, seq_len, num_cached)
         states, seq_len = [x], whole_len if num_cached is None else None
@@ -229,14 +235,6 @@ class LongNet(nn.Module):
         if self.output_projection is not None and not features_only:
             x = self.output_projection(x)
         return (x, states) if return_hidden_states else x
-
-    def _check_caches(self, caches: Sequence[KeyValueCache] | None) -> None:
-        if caches is not None and not self._is_causal:
-            raise ValueError(f"caches is given: {type(self).__name__} is not causal; use a LongNetDecoder.")
-        if caches is not None and len(caches) != len(self.layers):
-            raise ValueError(
-                f"caches has {len(caches)} caches and the model {len(self.layers)} layers; make them with new_caches()."
-            )
 
     def _embed(self, x: Tensor, ring: Ring, seq_len: int | None, num_cached: int | None) -> tuple[Tensor, int]:
         """Return the scaled embeddings with positions added, and the length of the sequence.

@@ -248,15 +248,11 @@ def _shared_environment(num_ranks: int, port: int) -> dict[str, str]:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         "PYTHONWARNINGS": ",".join(filter(None, warning_filters)),
     }
-    loopback = _loopback_interface()
+    interfaces = {name for _, name in socket.if_nameindex()}
+    loopback = next((name for name in ("lo", "lo0") if name in interfaces), None)
     if loopback and "GLOO_SOCKET_IFNAME" not in os.environ:
         shared["GLOO_SOCKET_IFNAME"] = loopback
     return shared
-
-
-def _loopback_interface() -> str | None:
-    names = {name for _, name in socket.if_nameindex()}
-    return next((name for name in ("lo", "lo0") if name in names), None)
 
 
 @contextlib.contextmanager

@@ -138,15 +138,12 @@ def modules_in_backward(loss: Tensor) -> list[str]:
     return [name or "the whole model" for name in dict.fromkeys(found)]
 
 
-def _hooks(parameter: Tensor) -> dict[int, Any] | None:
-    hooks: dict[int, Any] | None = internal(parameter, "_backward_hooks", "a step that disables hooks of parameters")
-    return hooks
-
-
 @contextlib.contextmanager
 def hooks_disabled(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Disable the hooks that users registered on these tensors by ``register_hook``."""
-    hooks = [(own, dict(own)) for own in map(_hooks, parameters) if own]
+    purpose = "a step that disables hooks of parameters"
+    found = (internal(parameter, "_backward_hooks", purpose) for parameter in parameters)
+    hooks = [(own, dict(own)) for own in found if own]
     for own, _ in hooks:
         own.clear()
     try:

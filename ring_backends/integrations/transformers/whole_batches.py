@@ -24,6 +24,7 @@ from transformers.models.auto import modeling_auto
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.errors import RingMismatchError
 from ring_backends.integrations.describe import agree_on_parameters, checksum, describe
+from ring_backends.integrations.transformers import router_losses
 from ring_backends.integrations.transformers.attention import (
     Registration,
     attention_on,
@@ -44,12 +45,6 @@ from ring_backends.integrations.transformers.inputs import (
 from ring_backends.integrations.transformers.pooled_heads import PooledHead
 from ring_backends.integrations.transformers.probe import Findings, LabelOf, models_of, probe_pooling
 from ring_backends.integrations.transformers.probe import probe as probe_model
-from ring_backends.integrations.transformers.router_losses import (
-    compute_over_all_rows,
-    current_rows,
-    has_router_loss,
-    router_coefficient,
-)
 from ring_backends.ring.collectives import agree, broadcast
 from ring_backends.ring.pooling import sum_of_ranks
 from ring_backends.ring.rendezvous import world_ring
@@ -319,8 +314,8 @@ class ShardedForward:
                 positions = self._positions_after_padding(batch)
             batch |= {} if positions is None else {"position_ids": positions}
         if self._has_router_loss(batch):
-            compute_over_all_rows(self.inner)
-            current_rows.set((self.ring, *batch["input_ids"].shape))
+            router_losses.compute_over_all_rows(self.inner)
+            router_losses.current_rows.set((self.ring, *batch["input_ids"].shape))
         whole = {name for name, value in batch.items() if isinstance(value, Tensor) or name in MARKS}
         options = {name: batch.pop(name) for name in batch.keys() - whole}
         local = {**options, **shard_inputs(self.ring, first_position=self.first_position, **batch)}
@@ -347,7 +342,7 @@ class ShardedForward:
         loss = sum_of_ranks(self.ring, own_sum) / self.count
         aux_loss = getattr(outputs, "aux_loss", None)
         if aux_loss is not None and not self.label_smoothing:
-            loss = loss + router_coefficient(self.inner) * aux_loss
+            loss = loss + router_losses.router_coefficient(self.inner) * aux_loss
         return type(outputs)(**{**outputs, "loss": loss})
 
     def _sum_of_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -361,7 +356,7 @@ class ShardedForward:
 
     def end(self) -> None:
         """End a call of the model."""
-        current_rows.set(None)
+        router_losses.current_rows.set(None)
         self.labels = self.fused_len = None
         if self.head is not None:
             self.head.call = None
@@ -388,7 +383,7 @@ class ShardedForward:
             value = batch.get(name, expected)
             if isinstance(value, Tensor) or value != expected:
                 raise ValueError(f"{name} = {batch[name]}: not supported by a ring; leave it out. generate() sets it.")
-        if self._has_router_loss(batch) and not has_router_loss(self.inner):
+        if self._has_router_loss(batch) and not router_losses.has_router_loss(self.inner):
             raise ValueError(
                 f"output_router_logits = True: {type(self.inner).__name__} has another router loss than "
                 "load_balancing_loss_func; set it to False."
