@@ -27,11 +27,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 # TrainingState broadcasts buffers after each step, so the forward need not. torch 2.13 renamed the option.
-_SYNC_BUFFERS = next(
-    name
-    for name in ("forward_sync_buffers", "broadcast_buffers")
-    if name in signature(DistributedDataParallel).parameters
-)
+_PARAMETERS = signature(DistributedDataParallel).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"
 
 __all__ = ["NativeRingDilatedAttention", "RingDilatedAttention", "initialize", "parallelize"]
 

@@ -209,11 +209,8 @@ def create_dilated_attention(
     return RingDilatedAttentionV2(segment_lengths, dilation_rates, **options)
 
 
-def create_ring_dilated_attention_v2_collective(
-    segment_lengths: Sequence[int], dilation_rates: Sequence[int], **options: Any
-) -> RingDilatedAttentionV2Collective:
-    """Make a :class:`RingDilatedAttentionV2Collective`."""
-    return RingDilatedAttentionV2Collective(segment_lengths, dilation_rates, **options)
+create_ring_dilated_attention_v2_collective = RingDilatedAttentionV2Collective
+"""Makes a :class:`RingDilatedAttentionV2Collective`."""
 
 
 def create_production_ring_attention(

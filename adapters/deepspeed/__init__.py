@@ -154,14 +154,5 @@ def parallelize(
     """
     with world_ring(ring).report_refusals():
         settings = engine_settings(model, config, zero_stage, accumulation_steps, max_grad_norm, mixed_precision)
-    return DeepSpeedTraining(
-        model,
-        make_optimizer,
-        ring,
-        max_grad_norm,
-        accumulation_steps,
-        settings,
-        mpu,
-        framework_options,
-        mixed_precision,
-    )
+    options = settings, mpu, framework_options, mixed_precision
+    return DeepSpeedTraining(model, make_optimizer, ring, max_grad_norm, accumulation_steps, *options)

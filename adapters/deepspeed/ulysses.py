@@ -62,14 +62,7 @@ class UlyssesRing(Ring):
         super().synchronize()
         self.hop_ring.synchronize()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        connections = ("group", "agreement", "traffic", "ulysses_group")
-        kept = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return _unpickle_ring, ({name: value for name, value in kept.items() if name not in connections},)
-
-
-def _unpickle_ring(fields: dict[str, Any]) -> UlyssesRing:
-    return UlyssesRing(**fields)
+    _connections = (*Ring._connections, "ulysses_group")
 
 
 def connect_ulysses(

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
-from torch.nn import functional as F
 
 from ring_backends.cli.language_model import make_model, make_optimizer, training_dtype
 from ring_backends.cli.output import describe_branches, write_json
@@ -36,6 +35,7 @@ from ring_backends.releases import versions
 from ring_backends.ring.collectives import agree, do_on_rank0
 from ring_backends.ring.rendezvous import world_ring
 from ring_backends.training.checkpoint_files import check_place, replace_file
+from ring_backends.training.losses import cross_entropy_sum
 
 WARMUP_STEPS = 4
 _LINES_OFF_TERMINAL = 20
@@ -175,10 +175,7 @@ class TrainingRun:
         tokens = self.ring.shard(window[:, :-1], dim=1).to(self.device, torch.int64)
         labels = self.ring.shard(window[:, 1:], dim=1).to(self.device, torch.int64)
         logits = self.state.model(tokens, self.options.seq_len)
-        local_sum = F.cross_entropy(
-            logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1), labels.flatten(), reduction="sum"
-        )
-        return local_sum, labels.numel()
+        return cross_entropy_sum(logits, labels), labels.numel()
 
     def _all_gather(self, *values: float) -> list[tuple[float, ...]]:
         """Gather each value from all ranks, by global rank. It is sent as fp64, exact for integers up to 2⁵³."""

@@ -30,16 +30,32 @@ from ring_backends.schedule.pattern import DilatedPattern
 from ring_backends.schedule.rank_plan import HeadBlock, Parcel, RankPlan, Tile
 
 
-class _Rows(WireBuffer):
-    """A wire buffer with given offsets of its parcels."""
+class _Contributions(WireBuffer):
+    """One wire buffer with the contributions of all ranks. It offers the parcels that this rank sends and uses.
 
-    def __init__(self, row_format: RowFormat, buffer: Tensor, offsets: dict[Parcel, int]) -> None:
-        super().__init__(row_format, (), buffer.device)
-        self.buffer = buffer
-        self.layout = {
-            parcel: tuple(offset + begin for begin in wire_layout(row_format, (parcel,))[parcel])
-            for parcel, offset in offsets.items()
+    Attributes:
+        of_ranks: the buffer as uint8 [ring size, bytes of a contribution].
+    """
+
+    def __init__(self, row_format: RowFormat, plans: Sequence[RankPlan], rank: int, device: torch.device) -> None:
+        super().__init__(row_format, (), device)
+        used = {
+            (index, parcel.key): parcel
+            for index, block in enumerate(plans[rank].blocks)
+            for tile in _tiles(block)
+            for parcel in tile.parcels
         }
+        offered = used | {(index, parcel.key): parcel for index, parcel in _starting_at(plans[rank])}
+        size = _contribution_bytes(row_format, plans)
+        self.of_ranks = torch.zeros(len(plans), size, dtype=torch.uint8, device=device)
+        self.buffer, self.layout = self.of_ranks.flatten(), {}
+        for source, plan in enumerate(plans):
+            offset = source * size
+            for index, parcel in _starting_at(plan):
+                if (index, parcel.key) in offered:
+                    begins = wire_layout(row_format, (parcel,))[parcel]
+                    self.layout[offered[index, parcel.key]] = tuple(offset + begin for begin in begins)
+                offset += row_format.buffer_bytes([parcel])
 
 
 class AllGatherExecutor:
@@ -93,11 +109,7 @@ class AllGatherExecutor:
         grads = Result(query), Result(key, dtype=dtype), Result(value, dtype=dtype)
         rows, tiles = local_rows(self.call, inputs), TileRunner(self.call.kernel, self.call.scale)
         collected = self._collect(rows, self.backward_plans)
-        _, grad_format = self._formats(key)
-        size = self.ring.size * _contribution_bytes(grad_format, self.backward_plans)
-        remote = self._collected(
-            grad_format, torch.zeros(size, dtype=torch.uint8, device=key.device), self.backward_plans
-        )
+        remote = _Contributions(self._formats(key)[1], self.backward_plans, self.ring.rank, key.device)
         for block in self.backward_plans[self.ring.rank].blocks:
             here, block_grads = rows.block(block), BlockGrads(*grads, block)
             block_out, block_lse, block_grad_out = (x[:, :, block.heads] for x in (out, lse, grad_out))
@@ -112,34 +124,29 @@ class AllGatherExecutor:
 
     def _collect(self, rows: StepRows, plans: Sequence[RankPlan]) -> WireBuffer:
         """Collect the K and V rows of all ranks with one all-gather."""
-        row_format, _ = self._formats(rows.key)
-        size = _contribution_bytes(row_format, plans)
-        plan = plans[self.ring.rank]
-        own = _own(row_format, torch.empty(size, dtype=torch.uint8, device=rows.key.device), plan)
+        rank, plan = self.ring.rank, plans[self.ring.rank]
+        collected = _Contributions(self._formats(rows.key)[0], plans, rank, rows.key.device)
         for index, parcel in _starting_at(plan):
             here = rows.block(plan.blocks[index])
-            key, value, _ = own.slices(parcel)
+            key, value, _ = collected.slices(parcel)
             gather_into(key, here.key, parcel.source)
             gather_into(value, here.value, parcel.source)
-        if not size:
-            return own
-        gathered = own.buffer.new_empty(self.ring.size, size)
-        # all_gather takes a list. The name of the function that takes one tensor depends on the torch release.
-        dist.all_gather(list(gathered), own.buffer, group=self.ring.group)
-        return self._collected(row_format, gathered.flatten(), plans)
+        if collected.buffer.numel():
+            # all_gather takes a list. The name of the function that takes one tensor depends on the torch release.
+            dist.all_gather([*collected.of_ranks], collected.of_ranks[rank].clone(), group=self.ring.group)
+        return collected
 
-    def _reduce_grads(self, remote: WireBuffer, grad_key: Tensor, grad_value: Tensor) -> None:
+    def _reduce_grads(self, remote: _Contributions, grad_key: Tensor, grad_value: Tensor) -> None:
         """Sum dK and dV of this rank's rows over all ranks with one reduce-scatter. Add the sums to the gradients."""
         if not remote.buffer.numel():
             return
-        parts = remote.buffer.view(remote.row_format.dtype).view(self.ring.size, -1)
+        parts, plan = remote.of_ranks.view(remote.row_format.dtype), self.backward_plans[self.ring.rank]
         sums = torch.empty_like(parts[0])
-        dist.reduce_scatter(sums, list(parts), group=self.ring.group)
-        plan = self.backward_plans[self.ring.rank]
-        own = _own(remote.row_format, sums.view(torch.uint8), plan)
+        dist.reduce_scatter(sums, [*parts], group=self.ring.group)
+        parts[self.ring.rank] = sums
         for index, parcel in _starting_at(plan):
             heads = plan.blocks[index].kv_heads
-            key, value, _ = own.slices(parcel)
+            key, value, _ = remote.slices(parcel)
             scatter_add(grad_key[:, :, heads], parcel.source, key)
             scatter_add(grad_value[:, :, heads], parcel.source, value)
 
@@ -148,40 +155,10 @@ class AllGatherExecutor:
         row_format = RowFormat(key.shape[0], key.shape[3], key.shape[3], key.dtype)
         return row_format, replace(row_format, dtype=statistics_dtype(key.dtype))
 
-    def _collected(self, row_format: RowFormat, buffer: Tensor, plans: Sequence[RankPlan]) -> WireBuffer:
-        """Make one wire buffer of the contributions of all ranks. It offers the parcels that this rank's tiles use."""
-        used = {
-            (index, parcel.key): parcel
-            for index, block in enumerate(plans[self.ring.rank].blocks)
-            for tile in _tiles(block)
-            for parcel in tile.parcels
-        }
-        contribution = _contribution_bytes(row_format, plans)
-        offsets = {
-            used[index, parcel.key]: rank * contribution + offset
-            for rank, plan in enumerate(plans)
-            for index, parcel, offset in _placed(row_format, plan)
-            if (index, parcel.key) in used
-        }
-        return _Rows(row_format, buffer, offsets)
-
 
 def _contribution_bytes(row_format: RowFormat, plans: Sequence[RankPlan]) -> int:
     """Return the size of the largest contribution. Collectives need contributions of equal size."""
     return max(row_format.buffer_bytes(parcel for _, parcel in _starting_at(plan)) for plan in plans)
-
-
-def _own(row_format: RowFormat, buffer: Tensor, plan: RankPlan) -> WireBuffer:
-    """Make a wire buffer of the contribution of one rank."""
-    return _Rows(row_format, buffer, {parcel: offset for _, parcel, offset in _placed(row_format, plan)})
-
-
-def _placed(row_format: RowFormat, plan: RankPlan) -> Iterator[tuple[int, Parcel, int]]:
-    """Yield (index of the block, parcel, its offset in the rank's contribution) as :func:`_starting_at`."""
-    offset = 0
-    for index, parcel in _starting_at(plan):
-        yield index, parcel, offset
-        offset += row_format.buffer_bytes([parcel])
 
 
 def _tiles(block: HeadBlock) -> Iterator[Tile]:

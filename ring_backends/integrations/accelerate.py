@@ -244,15 +244,19 @@ def _check(accelerator: Any, ring: Ring) -> None:
         batches = [int(batch) for batch in loader]
     accelerator._dataloaders.remove(loader)
     expected = [ring.data_rank, ring.data_rank + ring.data_size]
-    if batches != expected:
-        raise AdapterUnavailableError(
-            f"accelerator.prepare_data_loader gives ring {ring.data_rank} of {ring.data_size} the batches {batches} "
-            f"instead of {expected}: this release of accelerate distributes batches in another way; use a release that "
-            "docs/trainer.md lists."
-        )
+    expect(f"batches of accelerator.prepare_data_loader on ring {ring.data_rank}", batches, expected)
     gathered = accelerator.gather(torch.tensor([ring.data_rank], device=accelerator.device)).tolist()
-    if gathered != [*range(ring.data_size)]:
+    expect("ring numbers from accelerator.gather", gathered, [*range(ring.data_size)])
+
+
+def expect(what: str, found: object, expected: object) -> None:
+    """Check what a library computes.
+
+    Raises:
+        AdapterUnavailableError: this release of the library computes something else than a ring expects.
+    """
+    if found != expected:
         raise AdapterUnavailableError(
-            f"accelerator.gather returns {gathered} from rings 0 … {ring.data_size - 1}: this release of accelerate "
-            "gathers in another way; use a release that docs/trainer.md lists."
+            f"{what}: {found} instead of {expected}, so this release of its library counts processes in another way; "
+            "use a release that docs/trainer.md lists."
         )

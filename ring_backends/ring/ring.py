@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from functools import partial
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -40,8 +41,7 @@ class Traffic:
     wait_seconds: float = 0.0
 
     def reset(self) -> None:
-        self.messages = 0
-        self.bytes = 0
+        self.messages = self.bytes = 0
         self.wait_seconds = 0.0
 
 
@@ -74,6 +74,9 @@ class Ring:
     timeout: timedelta = timedelta(seconds=300)
     traffic: Traffic = dataclasses.field(default_factory=Traffic)
     adapter: str = "native"
+
+    _connections: ClassVar[tuple[str, ...]] = ("group", "agreement", "traffic")
+    """The fields that a pickle leaves out."""
 
     def __post_init__(self) -> None:
         SequenceLayout(1, self.size, self.layout_kind)
@@ -112,8 +115,9 @@ class Ring:
         """
         if self.size == 1:
             return tensor
-        pieces = [tensor.narrow(dim, piece.start, len(piece)) for piece in self._pieces(tensor.shape[dim], self.rank)]
-        return torch.cat(pieces, dim)
+        seq_len = tensor.shape[dim]
+        pieces = self.layout(seq_len).pieces(self.rank) if seq_len else (range(0),)
+        return torch.cat([tensor.narrow(dim, piece.start, len(piece)) for piece in pieces], dim)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def unshard(self, tensor: Tensor, dim: int = 1, seq_len: int | None = None) -> Tensor:
@@ -195,9 +199,6 @@ class Ring:
                 f"{name} has {tensor.shape[dim]} rows along dim {dim}, but rank {self.rank} of a {self.layout_kind} "
                 f"ring of {self.size} holds {expected} of {seq_len}; pass the seq_len that the tensor was sharded from."
             )
-
-    def _pieces(self, seq_len: int, rank: int) -> Sequence[range]:
-        return self.layout(seq_len).pieces(rank) if seq_len else (range(0),)
 
     def exchange(self, call: Call, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], index: int) -> None:
         """Send tensors to ring ranks and receive tensors from them, in a call outside of attention.
@@ -284,12 +285,8 @@ class Ring:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        kept = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in ("group", "agreement", "traffic")
-        }
-        return _unpickle_ring, (kept,)
+        kept = [field.name for field in dataclasses.fields(self) if field.name not in self._connections]
+        return partial(type(self), **{name: getattr(self, name) for name in kept}), ()
 
     def check_connected(self) -> None:
         """Refuse a ring that was unpickled: a pickle has no process groups.
@@ -313,10 +310,6 @@ def _report_refusals(agreement: Agreement) -> Iterator[None]:
     except Exception as error:
         agreement.refuse(error)
         raise
-
-
-def _unpickle_ring(fields: dict[str, Any]) -> Ring:
-    return Ring(**fields)
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

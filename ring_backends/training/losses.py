@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    """The sum of the cross entropies of rows, in fp32 (fp64 if the logits are).
+
+    Args:
+        logits: […, vocabulary].
+        labels: int64 […].
+        options: of :func:`torch.nn.functional.cross_entropy`.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    return F.cross_entropy(logits, labels.to(logits.device).flatten(), reduction="sum", **options)
 
 
 def chunked_cross_entropy(
@@ -45,12 +58,10 @@ def chunked_cross_entropy(
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows = {chunk_rows}: must be at least 1.")
 
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+
     def loss_of(some_rows: Tensor, some_labels: Tensor) -> Tensor:
-        logits = head(some_rows)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(
-            logits, some_labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
-        )
+        return cross_entropy_sum(head(some_rows), some_labels, **options)
 
     parts = zip(rows.flatten(0, -2).split(chunk_rows), labels.flatten().split(chunk_rows), strict=True)
     losses = [checkpoint(loss_of, *part, use_reentrant=False) for part in parts]

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
@@ -49,6 +48,7 @@ from ring_backends.ring.collectives import agree, broadcast
 from ring_backends.ring.pooling import sum_of_ranks
 from ring_backends.ring.rendezvous import world_ring
 from ring_backends.ring.ring import Ring
+from ring_backends.training.losses import cross_entropy_sum
 
 _PREDICT_NEXT = frozenset(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 _PREDICT_OWN = frozenset(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()) | frozenset(
@@ -338,21 +338,13 @@ class ShardedForward:
         if labels is None:
             return outputs
         logits = outputs.get("logits")
-        own_sum = outputs["loss"] if logits is None else self._sum_of_losses(logits, labels)
+        smoothing = self.label_smoothing
+        own_sum = outputs["loss"] if logits is None else cross_entropy_sum(logits, labels, label_smoothing=smoothing)
         loss = sum_of_ranks(self.ring, own_sum) / self.count
         aux_loss = getattr(outputs, "aux_loss", None)
         if aux_loss is not None and not self.label_smoothing:
             loss = loss + router_losses.router_coefficient(self.inner) * aux_loss
         return type(outputs)(**{**outputs, "loss": loss})
-
-    def _sum_of_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(
-            logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1),
-            labels.to(logits.device).flatten(),
-            ignore_index=IGNORED,
-            label_smoothing=self.label_smoothing,
-            reduction="sum",
-        )
 
     def end(self) -> None:
         """End a call of the model."""
