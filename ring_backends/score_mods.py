@@ -85,14 +85,8 @@ def distance(coords: Tensor, slopes: Tensor) -> ScoreMod:
     Raises:
         ValueError, TypeError: a tensor has another shape or dtype, or requires a gradient.
     """
-    for name, tensor, dims, shape in (("coords", coords, 3, "[batch, n, 2]"), ("slopes", slopes, 1, "[heads]")):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} = {tensor!r}: expected a floating-point tensor {shape}.")
-        if tensor.dim() != dims or not tensor.is_floating_point() or (dims == 3 and tensor.shape[2] != 2):
-            raise ValueError(
-                f"{name} is {tensor.dtype} {[*tensor.shape]}: expected floating point {shape}; convert it with .to()."
-            )
-        _check_has_no_gradient(name, tensor)
+    _check_tensor("coords", coords, "[batch, n, 2]", width=2)
+    _check_tensor("slopes", slopes, "[heads]")
     first, second = coords.unbind(2)
 
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -119,11 +113,7 @@ def relative(table: Tensor, *, bidirectional: bool = True, max_distance: int = 1
     Raises:
         ValueError, TypeError: an argument is invalid.
     """
-    if not isinstance(table, Tensor):
-        raise TypeError(f"table = {table!r}: expected a floating-point tensor [buckets, heads].")
-    if table.dim() != 2 or not table.is_floating_point():
-        raise ValueError(f"table is {table.dtype} {[*table.shape]}: expected floating point [buckets, heads].")
-    _check_has_no_gradient("table", table)
+    _check_tensor("table", table, "[buckets, heads]")
     check_integer("max_distance", max_distance, 1)
     per_direction = table.shape[0] // 2 if bidirectional else table.shape[0]
     single = per_direction // 2
@@ -149,6 +139,14 @@ def relative(table: Tensor, *, bidirectional: bool = True, max_distance: int = 1
     return score_mod
 
 
-def _check_has_no_gradient(name: str, tensor: Tensor) -> None:
+def _check_tensor(name: str, tensor: object, shape: str, width: int | None = None) -> None:
+    """Check that an argument is a floating-point tensor of this shape, whose last dimension has the size ``width``."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} = {tensor!r}: expected a floating-point tensor {shape}.")
+    has_shape = tensor.dim() == shape.count(",") + 1 and width in (None, *tensor.shape[-1:])
+    if not has_shape or not tensor.is_floating_point():
+        raise ValueError(
+            f"{name} is {tensor.dtype} {[*tensor.shape]}: expected floating point {shape}; convert it with .to()."
+        )
     if tensor.requires_grad:
         raise ValueError(f"{name} requires a gradient, which is not computed: pass {name}.detach().")

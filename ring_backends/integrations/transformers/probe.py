@@ -75,36 +75,6 @@ class Findings:
     takes_num_items: bool
 
 
-def probe(model: Any, without: str, outer: nn.Module | None = None, ignored: Sequence[str] = ()) -> Findings:
-    """Run a model of transformers whose ``attn_implementation`` is a registered one.
-
-    It takes seven forward passes of three sequences of 52 tokens, in evaluation mode and without gradients. It does not
-    see what a model does only in training mode, with longer sequences or with other arguments.
-
-    Args:
-        without: how to use the model without a probe, for the errors.
-        outer: the ``PeftModel`` of the model, whose forward is called instead.
-        ignored: names of results that need not be equal.
-
-    Raises:
-        ValueError: the rows depend on each other in other layers, or a layer has an attention that a ring does not
-            support.
-    """
-    return _Probe(model, without, outer or model, ignored).findings()
-
-
-def probe_pooling(head: PooledHead, without: str, outer: nn.Module) -> None:
-    """Find out how a head pools rows, on one device: compare its results with those for one pooled row.
-
-    Args:
-        without, outer: as in :func:`probe`.
-
-    Raises:
-        ValueError: the head pools rows in no way that :meth:`ring_backends.Ring.pool` knows.
-    """
-    _Probe(head.model, without, outer).find_pooling(head)
-
-
 _found: weakref.WeakKeyDictionary[Any, Findings | None] = weakref.WeakKeyDictionary()
 """The findings about the models that have been probed, and about the models within them."""
 
@@ -176,7 +146,7 @@ def probe_once(model: Any, registration: Registration) -> Findings | None:
         The findings; None without a probe. On a ring of one, a model that other rings refuse has none.
 
     Raises:
-        ValueError: as :func:`probe`, on several ranks.
+        ValueError: as :meth:`Probe.findings`, on several ranks.
     """
     if not registration.probes:
         return None
@@ -184,7 +154,7 @@ def probe_once(model: Any, registration: Registration) -> Findings | None:
     is_known = model in _found and (is_alone or _found[model] is not None)
     if not is_known:
         try:
-            findings = probe(model, "register(attention, probe=False) skips this check")
+            findings = Probe(model, "register(attention, probe=False) skips this check").findings()
         except ValueError:
             if not is_alone:
                 raise
@@ -193,14 +163,31 @@ def probe_once(model: Any, registration: Registration) -> Findings | None:
     return _found[model]
 
 
-class _Probe:
-    def __init__(self, model: Any, without: str, outer: nn.Module, ignored: Sequence[str] = ()) -> None:
-        self.model, self.without, self.outer, self.ignored = model, without, outer, ignored
+class Probe:
+    """Runs a model of transformers whose ``attn_implementation`` is a registered one.
+
+    Args:
+        without: how to use the model without a probe, for the errors.
+        outer: the ``PeftModel`` of the model, whose forward is called instead.
+        ignored: names of results that need not be equal.
+    """
+
+    def __init__(self, model: Any, without: str, outer: nn.Module | None = None, ignored: Sequence[str] = ()) -> None:
+        self.model, self.without, self.outer, self.ignored = model, without, outer or model, ignored
         self.parameters = inspect.signature(model.forward).parameters
         self.batch: dict[str, Any] = _batch(model)
         self.is_real = self.batch["attention_mask"].bool()
 
     def findings(self) -> Findings:
+        """Find out whether the model can run on a ring.
+
+        It takes seven forward passes of three sequences of 52 tokens, in evaluation mode and without gradients. It does
+        not see what a model does only in training mode, with longer sequences or with other arguments.
+
+        Raises:
+            ValueError: the rows depend on each other in other layers, or a layer has an attention that a ring does not
+                support.
+        """
         first_position = first_position_of(self.model.config)
         rings = (Ring(), *_RANKS)
         whole_rows, *shards = (shard_inputs(ring, **self.batch, first_position=first_position) for ring in rings)
@@ -219,6 +206,11 @@ class _Probe:
             return self._compare_with_defaults(whole, first_position)
 
     def find_pooling(self, head: PooledHead) -> None:
+        """Find out how a head pools rows, on one device: compare its results with those for one pooled row.
+
+        Raises:
+            ValueError: the head pools rows in no way that :meth:`ring_backends.Ring.pool` knows.
+        """
         padding = self.model.config.get_text_config().pad_token_id
         if padding is None:  # some heads then refuse several sequences
             batch = {name: rows[1:2] for name, rows in self.batch.items()}

@@ -42,8 +42,7 @@ from ring_backends.integrations.transformers.inputs import (
     shard_inputs,
 )
 from ring_backends.integrations.transformers.pooled_heads import PooledHead
-from ring_backends.integrations.transformers.probe import Findings, LabelOf, models_of, probe_pooling
-from ring_backends.integrations.transformers.probe import probe as probe_model
+from ring_backends.integrations.transformers.probe import Findings, LabelOf, Probe, models_of
 from ring_backends.ring.collectives import agree, broadcast
 from ring_backends.ring.pooling import sum_of_ranks
 from ring_backends.ring.rendezvous import world_ring
@@ -140,7 +139,7 @@ def put_on_ring(
             can_probe = probe and not any(parameter.is_meta for parameter in inner.parameters())
             if sharded.head is None and can_probe:
                 skip = "use_ring(…, probe=False) and attach(…, probe=False) skip this check"
-                sharded.use(probe_model(inner, skip, model))
+                sharded.use(Probe(inner, skip, model).findings())
             elif sharded.head is not None:
                 needed = "A head that pools rows needs this check, which finds out how it pools"
                 if not can_probe:
@@ -148,8 +147,8 @@ def put_on_ring(
                         f"model = {type(inner).__name__}: only a probe can find out how its head pools rows; pass "
                         "probe=True, and load the parameters before, so that none is on the meta device."
                     )
-                sharded.use(probe_model(sharded.head.body, needed, ignored=("pooler_output",)))
-                probe_pooling(sharded.head, needed, model)
+                sharded.use(Probe(sharded.head.body, needed, ignored=("pooler_output",)).findings())
+                Probe(inner, needed, model).find_pooling(sharded.head)
     except Exception:
         sharded.remove()
         raise
