@@ -17,7 +17,7 @@ from ring_backends.activation_checkpointing import remember_attention
 from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.testing.calls import local_call
 from ring_backends.testing.models import OneParameter, unit_sgd
-from ring_backends.testing.rings import FOUR, TWO, RingSpec, ring_here, ring_of
+from ring_backends.testing.rings import FOUR, TWO, RingSpec, ring_of
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.training_runs import IGNORED, Recipe, State, check_ranks, loss_sum, train, train_alone
 from ring_backends.testing.world import World
@@ -153,7 +153,6 @@ def count_checkpointed(how: str) -> tuple[list[Tensor], int, int]:
 
     ring = ring_of(ADAPTER, FOUR)
     call = local_call(ADAPTER, ring, HOPS)
-    inputs = [call.query, call.key, call.value]
     run = non_reentrant_checkpoint if "non-reentrant" in how else checkpointing.checkpoint
     ring.traffic.reset()
     out = call.query
@@ -164,16 +163,4 @@ def count_checkpointed(how: str) -> tuple[list[Tensor], int, int]:
         out = region(out, call.key, call.value) if how == "plain" else run(region, out, call.key, call.value)
     forward = ring.traffic.messages
     out.backward(call.grad_out)
-    return [x.grad for x in inputs], forward, ring.traffic.messages  # type: ignore[misc]
-
-
-def rename(name: str) -> str:
-    return name.replace("layer.", "layer.layer.", 1)
-
-
-def train_checkpointed(how: str, options: dict[str, Any]) -> list[State]:
-    """Take a step on a ring of four ranks, with activation checkpointing of the attention layer."""
-    ring = ring_here(ADAPTER, FOUR)
-    model = SmallModel(ring)
-    model.layer = Checkpointed(model.layer, how)  # type: ignore[assignment]
-    return one_step(backend.parallelize(model, sgd, ring, **options), ring)
+    return [x.grad for x in call.inputs], forward, ring.traffic.messages  # type: ignore[misc]

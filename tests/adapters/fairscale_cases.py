@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ring_backends.testing.failing_calls import Ended, ending
-from ring_backends.testing.models import OneParameter, unit_sgd
-from ring_backends.testing.rings import FOUR, backend, ring_here
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.training_runs import Recipe, State, train
 
 ADAPTER = "ring_backends.adapters.fairscale"
 
 
-CASE = AttentionCase(
-    seq_len=61,
-    segment_lengths=(7, 30, 61),
-    dilation_rates=(1, 2, 3),
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=8,
-    dtype=torch.float64,
-)
+CASE = AttentionCase(61, (7, 30, 61), (1, 2, 3), num_heads=8, num_kv_heads=4, head_dim=8, dtype=torch.float64)
 
 
 class GroupedRecipe(Recipe):
@@ -41,14 +29,3 @@ class GroupedRecipe(Recipe):
 def train_here(*args: Any) -> list[State]:
     """Call the harness's ``train``. The ranks import this module, which their arguments need."""
     return train(*args)
-
-
-def parallelize_one_parameter(ring: Any, make_optimizer: Any = None, model: Any = None, **options: Any) -> Ended:
-    if make_optimizer is None:
-        make_optimizer = unit_sgd
-    model = OneParameter() if model is None else model
-    return ending(lambda: backend(ADAPTER).parallelize(model, make_optimizer, ring, **options))
-
-
-def parallelize_with(options: Mapping[str, Any]) -> Ended:
-    return parallelize_one_parameter(ring_here(ADAPTER, FOUR), **options)

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.models import OneParameter, unit_sgd
-from ring_backends.testing.rings import RingSpec, ring_of
+from ring_backends.testing.rings import FOUR, RingSpec, ring_of
 
 pytest.importorskip("numpy")  # the adapter needs NumPy
 
@@ -28,6 +27,5 @@ every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 COPIES = {"copies of a wrapped model": "each rank holds shards, and FSDP's modules hold process groups"}
 
 
-def parallelize_one_parameter(rings: RingSpec, options: Mapping[str, Any], model: nn.Module | None = None) -> Ended:
-    ring = ring_of(ADAPTER, rings)
-    return ending(lambda: fsdp.parallelize(OneParameter() if model is None else model, unit_sgd, ring, **options))
+def parallelize(options: Mapping[str, Any], model: nn.Module | None = None, rings: RingSpec = FOUR) -> Any:
+    return fsdp.parallelize(OneParameter() if model is None else model, unit_sgd, ring_of(ADAPTER, rings), **options)

@@ -17,14 +17,14 @@ from command_line import check_alone
 
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import local_call
-from ring_backends.testing.checkpoint_errors import Intruder, sign
-from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.failing_calls import ending
 from ring_backends.testing.marks import MORE_CASES
 from ring_backends.testing.rings import FOUR, ring_here, ring_of
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.suite import AdapterTests, AllTrainingTests
 from ring_backends.testing.traffic import planned_hops
-from ring_backends.testing.world import World
+from ring_backends.testing.training_checkpoints import Intruder, sign
+from ring_backends.testing.world import World, on_every_rank
 
 pytest.importorskip("deepspeed")
 
@@ -95,68 +95,56 @@ def count_hops(layout: LayoutKind, case: AttentionCase) -> tuple[int, int, int, 
     return count, size, others, ring.traffic.messages, ring.traffic.bytes
 
 
-class TestCommsLogger:
-    """comms_logger shows each hop as one batch. deepspeed.comm does not log the isend and irecv within a batch."""
-
-    @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
-    @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-    def test_counts_the_hops_of_the_schedule(self, world: World, layout: LayoutKind, is_causal: bool) -> None:
-        case = replace(HOPS, is_causal=is_causal)
-        counted = world.run(count_hops, layout, case)
-        for rank, (hops, _, others, _, _) in enumerate(counted):
-            directions = [planned_hops(case, FOUR, layout, rank, backward=backward) for backward in (False, True)]
-            assert hops == sum(directions) > 0
-            assert others == 0
-        # comms_logger counts each message at the sender and at the receiver.
-        assert sum(size for _, size, *_ in counted) == 2 * sum(sent for *_, sent in counted)
-
-    def test_counts_one_message_per_hop_of_full_attention(self, world: World) -> None:
-        """K and V take three hops in forward and three in backward. dK and dV take three."""
-        case = replace(HOPS, segment_lengths=(48,), dilation_rates=(1,))
-        for hops, size, _, messages, sent in world.run(count_hops, "contiguous", case):
-            assert hops == messages == 3 + 3 + 3
-            assert size == 2 * sent
+@pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_comms_logger_counts_the_hops_of_the_schedule(world: World, layout: LayoutKind, is_causal: bool) -> None:
+    """It shows each hop as one batch. deepspeed.comm does not log the isend and irecv within a batch."""
+    case = replace(HOPS, is_causal=is_causal)
+    counted = world.run(count_hops, layout, case)
+    for rank, (hops, _, others, _, _) in enumerate(counted):
+        directions = [planned_hops(case, FOUR, layout, rank, backward=backward) for backward in (False, True)]
+        assert hops == sum(directions) > 0
+        assert others == 0
+    # comms_logger counts each message at the sender and at the receiver.
+    assert sum(size for _, size, *_ in counted) == 2 * sum(sent for *_, sent in counted)
 
 
-def extensions_after_start() -> tuple[bool, bool]:
-    """Whether the shared-memory all-reduce was built, and whether DeepSpeed's table of operators is unchanged."""
+def test_comms_logger_counts_one_message_per_hop_of_full_attention(world: World) -> None:
+    """K and V take three hops in forward and three in backward. dK and dV take three."""
+    case = replace(HOPS, segment_lengths=(48,), dilation_rates=(1,))
+    for hops, size, _, messages, sent in world.run(count_hops, "contiguous", case):
+        assert hops == messages == 3 + 3 + 3
+        assert size == 2 * sent
+
+
+@on_every_rank
+def test_start_compiles_no_extension() -> None:
+    """DeepSpeed's table of operators stays as it is."""
     import deepspeed
     import deepspeed.comm as comm
 
     assert ring_here(ADAPTER, FOUR) is not None
-    built = comm.comm.cdb.shm_comm_op is not None
+    assert comm.comm.cdb.shm_comm_op is None, "the shared-memory all-reduce was built"
     found = vars(deepspeed.ops).get("__compatible_ops__")
-    return built, found is None or "deepspeed_shm_comm" in found
+    assert found is None or "deepspeed_shm_comm" in found, found
 
 
-def test_start_compiles_no_extension(world: World) -> None:
-    for built, left_alone in world.run(extensions_after_start):
-        assert not built
-        assert left_alone
-
-
-def load_checkpoint_with_code(path: str, stage: int, files: str, mark: str) -> Ended:
-    state = parallelize_here(zero(stage))
+@pytest.mark.parametrize(
+    ("stage", "files"), [pytest.param(0, "*model_states.pt", marks=MORE_CASES), (2, "*optim_states.pt")]
+)
+@on_every_rank
+def test_code_in_a_checkpoint_is_not_run(stage: int, files: str, tmp_path: Path) -> None:
+    """DeepSpeed's own loader would run this code."""
+    state, path, mark = parallelize_here(zero(stage)), tmp_path / "run", tmp_path / "mark"
     state.save(path)
     dist.barrier()
-    for file in Path(path).rglob(files):
+    for file in path.rglob(files):
         if dist.get_rank() == 0:
-            torch.save({**torch.load(file, weights_only=False), "burglar": Intruder(mark)}, file)
-            sign(Path(path))
+            torch.save({**torch.load(file, weights_only=False), "burglar": Intruder(str(mark))}, file)
+            sign(path)
     dist.barrier()
-    return ending(lambda: state.load(path))
-
-
-class TestCheckpoints:
-    @pytest.mark.parametrize(
-        ("stage", "files"), [pytest.param(0, "*model_states.pt", marks=MORE_CASES), (2, "*optim_states.pt")]
-    )
-    def test_code_in_a_checkpoint_is_not_run(self, world: World, stage: int, files: str, tmp_path: Path) -> None:
-        """DeepSpeed's own loader would run this code."""
-        mark = tmp_path / "mark"
-        for ended in world.run(load_checkpoint_with_code, str(tmp_path / "run"), stage, files, str(mark)):
-            ended.check(ValueError, "UnpicklingError")
-        assert not mark.exists()
+    ending(state.load, path).check(ValueError, "UnpicklingError")
+    assert not mark.exists()
 
 
 @pytest.mark.matrix(reason="starts a process that imports the framework")

@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ring_backends.testing.failing_calls import Ended, ending
-from ring_backends.testing.models import OneParameter, unit_sgd
-from ring_backends.testing.rings import TWO, ring_of
-from ring_backends.testing.world import World
+from ring_backends.testing.failing_calls import ending
+from ring_backends.testing.models import OneParameter
+from ring_backends.testing.world import on_every_rank
 
 pytest.importorskip("deepspeed")
 
-from deepspeed_cases import ADAPTER, SMALL_BUFFERS, parallelize_here, zero
-
-from ring_backends.adapters import deepspeed as backend
+from deepspeed_cases import SMALL_BUFFERS, parallelize_here, zero
 
 
 class Scalar(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
-
-
-def parallelize_a_scalar(stage: int) -> Ended:
-    ring = ring_of(ADAPTER, TWO)
-    return ending(lambda: backend.parallelize(Scalar(), unit_sgd, ring, **zero(stage)))
 
 
 BAD_CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,71 +43,66 @@ BAD_CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def parallelize_badly(options: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Ended:
-    return ending(lambda: parallelize_here(options, OneParameter().to(dtype)))
+BF16, FP64 = (OneParameter().to(dtype) for dtype in (torch.bfloat16, torch.float64))
+
+BAD_MODELS: dict[str, tuple[tuple[str, ...], nn.Module, dict[str, Any]]] = {
+    "bf16 twice": (("parameter weight of model is torch.bfloat16",), BF16, zero(1, mixed_precision=torch.bfloat16)),
+    "fp64": (("parameter weight of model is torch.float64",), FP64, zero(1)),
+    **{f"scalar in ZeRO {n}": (("parameter scale of model is a scalar", "[1]"), Scalar(), zero(n)) for n in range(4)},
+}
 
 
-def parallelize_with_a_mesh(options: dict[str, Any]) -> tuple[Ended, float]:
-    """Call parallelize with a mesh, then without. Returns how the first ended, and the divisor of the second."""
-    return parallelize_badly(options), parallelize_here(zero(options["zero_stage"])).divisor
+@pytest.mark.parametrize("name", BAD_CONFIGURATIONS)
+@on_every_rank
+def test_contradictions_are_refused_by_name(name: str) -> None:
+    message, options = BAD_CONFIGURATIONS[name]
+    ending(parallelize_here, options).check(ValueError, message)
 
 
-def the_config_is_left_alone() -> bool:
+@on_every_rank
+def test_a_config_that_is_no_dict_is_refused() -> None:
+    ending(parallelize_here, {"config": "ds_config.json"}).check(TypeError, "config = 'ds_config.json'")
+
+
+@pytest.mark.parametrize("name", BAD_MODELS)
+@on_every_rank
+def test_models_that_deepspeed_cannot_train_are_refused_by_name(name: str) -> None:
+    texts, model, options = BAD_MODELS[name]
+    ending(parallelize_here, options, model).check(ValueError, *texts)
+
+
+@on_every_rank
+def test_the_users_config_passes_through_unchanged() -> None:
     config = {"zero_optimization": {"stage": 1, **SMALL_BUFFERS}}
     before = copy.deepcopy(config)
     state = parallelize_here({"config": config})
-    return config == before and state.model.zero_optimization_stage() == 1
+    assert config == before, config
+    assert state.model.zero_optimization_stage() == 1
 
 
-def backward_too_often() -> list[Ended]:
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(
+    "mesh",
+    [{"mesh_param": (2, 2)}, {"config": {"data_parallel_size": 2, "sequence_parallel_size": 2}}],
+    ids=["mesh_param", "both sizes"],
+)
+@on_every_rank
+def test_setups_in_which_replicas_drift_are_refused(stage: int, mesh: dict[str, Any]) -> None:
+    """DeepSpeed reduces only over the data axis of such a mesh. The refusal does not affect later engines."""
+    options = zero(stage)
+    config = options["config"] | mesh.get("config", {})
+    ending(parallelize_here, {**options, **mesh, "config": config}).check(RuntimeError, "drift", "mesh_param")
+    torch.testing.assert_close(parallelize_here(options).divisor, 4.0)
+
+
+@on_every_rank
+def test_too_many_backwards_in_a_step_are_refused() -> None:
     state = parallelize_here(zero(1))
-    endings = [ending(lambda: state.backward(state.model(torch.ones(1)).sum())) for _ in range(2)]
+
+    def backward() -> None:
+        state.backward(state.model(torch.ones(1)).sum())
+
+    backward()
+    ending(backward).check(RuntimeError, "accumulation_steps")
     state.step()
-    return [*endings, ending(lambda: state.backward(state.model(torch.ones(1)).sum()))]
-
-
-class TestConfiguration:
-    @pytest.mark.parametrize("name", BAD_CONFIGURATIONS)
-    def test_contradictions_are_refused_by_name(self, world: World, name: str) -> None:
-        message, options = BAD_CONFIGURATIONS[name]
-        for ended in world.run(parallelize_badly, options):
-            ended.check(ValueError, message)
-
-    def test_a_config_that_is_no_dict_is_refused(self, world: World) -> None:
-        for ended in world.run(parallelize_badly, {"config": "ds_config.json"}):
-            ended.check(TypeError, "config = 'ds_config.json'")
-
-    def test_a_bf16_model_with_mixed_precision_is_refused(self, world: World) -> None:
-        for ended in world.run(parallelize_badly, zero(1, mixed_precision=torch.bfloat16), torch.bfloat16):
-            ended.check(ValueError, "parameter weight of model is torch.bfloat16")
-
-    @pytest.mark.parametrize("stage", range(4))
-    def test_a_parameter_without_dimensions_is_refused_by_name(self, world: World, stage: int) -> None:
-        for ended in world.run(parallelize_a_scalar, stage):
-            ended.check(ValueError, "parameter scale of model is a scalar", "[1]")
-
-    def test_an_fp64_model_is_refused(self, world: World) -> None:
-        for ended in world.run(parallelize_badly, zero(1), torch.float64):
-            ended.check(ValueError, "parameter weight of model is torch.float64")
-
-    def test_the_users_config_passes_through_unchanged(self, world: World) -> None:
-        assert world.run(the_config_is_left_alone) == [True] * 4
-
-    @pytest.mark.parametrize("stage", [0, 1, 2])
-    @pytest.mark.parametrize("how", ["mesh_param", "both sizes"])
-    def test_setups_in_which_replicas_drift_are_refused(self, world: World, stage: int, how: str) -> None:
-        """DeepSpeed reduces only over the data axis of such a mesh. The refusal does not affect later engines."""
-        options = zero(stage)
-        if how == "mesh_param":
-            options["mesh_param"] = (2, 2)
-        else:
-            options["config"] |= {"data_parallel_size": 2, "sequence_parallel_size": 2}
-        for ended, divisor in world.run(parallelize_with_a_mesh, options):
-            ended.check(RuntimeError, "drift", "mesh_param")
-            assert divisor == pytest.approx(4)
-
-
-def test_too_many_backwards_in_a_step_are_refused(world: World) -> None:
-    for first, second, next_step in world.run(backward_too_often):
-        assert first.error == next_step.error == "no error"
-        second.check(RuntimeError, "accumulation_steps")
+    backward()

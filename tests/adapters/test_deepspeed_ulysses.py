@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -15,15 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ring_backends.errors import RingMismatchError
 from ring_backends.ring.topology import HOST_VARIABLE
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import Results, check_results, expected, local_call, whole
-from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.failing_calls import ending
 from ring_backends.testing.marks import MORE_CASES, matrix_but
 from ring_backends.testing.rings import BY_HOSTS, rows_of_ranks
 from ring_backends.testing.strategies import AttentionCase
-from ring_backends.testing.training_runs import State, check_moves
-from ring_backends.testing.world import World
+from ring_backends.testing.training_runs import check_moves
+from ring_backends.testing.world import World, on_every_rank
 
 pytest.importorskip("deepspeed")
 
@@ -44,15 +46,7 @@ every_group_size = pytest.mark.parametrize(
 )
 
 
-ULYSSES_CASE = AttentionCase(
-    seq_len=48,
-    segment_lengths=(16, 48),
-    dilation_rates=(2, 4),
-    batch=2,
-    num_heads=8,
-    num_kv_heads=4,
-    dtype=torch.float64,
-)
+ULYSSES_CASE = AttentionCase(48, (16, 48), (2, 4), batch=2, num_heads=8, num_kv_heads=4, dtype=torch.float64)
 
 
 CASE_CHANGES: dict[str, dict[str, Any]] = {
@@ -75,8 +69,7 @@ CASE_CHANGES: dict[str, dict[str, Any]] = {
 
 
 def attend_with_ulysses(ring_size: int, ulysses_size: int, layout: LayoutKind, case: AttentionCase) -> Results:
-    ring = ulysses_ring(ring_size, ulysses_size).with_layout(layout)
-    call = local_call(ADAPTER, ring, case)
+    call = local_call(ADAPTER, ulysses_ring(ring_size, ulysses_size).with_layout(layout), case)
     results = call.results()
     assert torch.equal(call(), results.out)
     return results
@@ -93,64 +86,6 @@ def attend_with_ulysses_by_hosts(layout: LayoutKind, case: AttentionCase) -> tup
     ring = ulysses_ring_by_hosts().with_layout(layout)
     call = local_call(ADAPTER, ring, case)
     return ring.rank, ring.hop_ring.ranks, call.results()
-
-
-def sizes_with_ulysses(ring_size: int, ulysses_size: int) -> tuple[Any, ...]:
-    ring = ulysses_ring(ring_size, ulysses_size)
-    ring.traffic.reset()
-    local_call(ADAPTER, ring, replace(ULYSSES_CASE, segment_lengths=(48,), dilation_rates=(1,)))()
-    x = torch.arange(48.0).view(1, 48)
-    shard = ring.shard(x)
-    assert torch.equal(shard[0].long(), ring.positions(48))
-    assert torch.equal(ring.unshard(shard, seq_len=48), x)
-    return ring.size, ring.rank, ring.data_size, ring.data_rank, ring.hop_ring.ranks, ring.traffic.messages
-
-
-def train_with_ulysses(options: dict[str, Any]) -> list[State]:
-    """Take a step on a ring of four ranks with Ulysses groups of two."""
-    ring = ulysses_ring(4, 2)
-    return one_step(backend.parallelize(SmallModel(ring), sgd, ring, **options), ring)
-
-
-def bad_ulysses_calls() -> list[Ended]:
-    ring = ulysses_ring(4, 2)
-
-    def attend(**changes: Any) -> Any:
-        layout: LayoutKind = changes.pop("layout", "contiguous")
-        return local_call(ADAPTER, ring.with_layout(layout), replace(ULYSSES_CASE, **changes))()
-
-    return [
-        ending(lambda: backend.initialize(ulysses_size=0)),
-        ending(lambda: backend.initialize(ulysses_size=3)),
-        ending(lambda: backend.initialize(ulysses_size=2.0)),
-        ending(lambda: backend.initialize("auto", ulysses_size=2, **NEEDS)),
-        ending(lambda: attend(num_heads=3, num_kv_heads=3)),
-        ending(lambda: attend(num_heads=4, num_kv_heads=1)),
-        ending(lambda: attend(seq_len=46)),
-        ending(lambda: attend(seq_len=44, layout="zigzag")),
-        ending(lambda: attend(segment_lengths=(8,) * 5, dilation_rates=(1,) * 5, num_heads=4, head_mode="grouped")),
-    ]
-
-
-def disagree_with_ulysses() -> list[Ended]:
-    """Rank 3 has a larger batch, and then no autocast."""
-    ring = backend.initialize(timeout=timedelta(seconds=30), ulysses_size=2)
-    case = replace(ULYSSES_CASE, batch=3 if ring.rank == 3 else 2, dtype=torch.float32)
-    call = local_call(ADAPTER, ring, replace(ULYSSES_CASE, dtype=torch.float32))
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=ring.rank != 3):
-        return [ending(local_call(ADAPTER, ring, case)), ending(call)]
-
-
-def copies_with_ulysses() -> tuple[list[bool], Ended]:
-    """Compare a deep copy and an unpickled copy with the original. The latter raises until a ring is assigned."""
-    ring = ulysses_ring(4, 2)
-    call = local_call(ADAPTER, ring, ULYSSES_CASE)
-    out = call()
-    twin = replace(call, attention=copy.deepcopy(call.attention))
-    pickled = replace(call, attention=pickle.loads(pickle.dumps(call.attention)))
-    unconnected = ending(pickled)
-    pickled.attention.ring = ring
-    return [torch.equal(copied(), out) for copied in (twin, pickled)], unconnected
 
 
 class TestUlysses:
@@ -177,46 +112,75 @@ class TestUlysses:
         check_results(whole([answer[2] for answer in found], case.seq_len, layout), expected(case), 1e-10, case)
 
     @every_group_size
-    def test_sizes_positions_and_hops(self, world: World, ring_size: int, ulysses_size: int) -> None:
+    @on_every_rank
+    def test_sizes_positions_and_hops(self, ring_size: int, ulysses_size: int) -> None:
         """Ring size, data size, shards and positions are the same as without Ulysses. There are fewer hops."""
-        hop_ring_size = ring_size // ulysses_size
-        for rank, seen in enumerate(world.run(sizes_with_ulysses, ring_size, ulysses_size)):
-            first = rank // ring_size * ring_size
-            hop_ring = tuple(range(first + rank % ulysses_size, first + ring_size, ulysses_size))
-            assert seen == (ring_size, rank - first, 4 // ring_size, rank // ring_size, hop_ring, hop_ring_size - 1)
+        ring, rank = ulysses_ring(ring_size, ulysses_size), dist.get_rank()
+        ring.traffic.reset()
+        local_call(ADAPTER, ring, replace(ULYSSES_CASE, segment_lengths=(48,), dilation_rates=(1,)))()
+        x = torch.arange(48.0).view(1, 48)
+        shard = ring.shard(x)
+        torch.testing.assert_close(shard[0].long(), ring.positions(48))
+        torch.testing.assert_close(ring.unshard(shard, seq_len=48), x)
+        first = rank // ring_size * ring_size
+        places = ring.size, ring.rank, ring.data_size, ring.data_rank
+        assert places == (ring_size, rank - first, 4 // ring_size, rank // ring_size), places
+        hop_ring = tuple(range(first + rank % ulysses_size, first + ring_size, ulysses_size))
+        assert ring.hop_ring.ranks == hop_ring, ring.hop_ring
+        assert ring.traffic.messages == len(hop_ring) - 1, ring.traffic
 
     @pytest.mark.parametrize("stage", matrix_but(3, of=range(4)))
-    def test_training(self, world: World, stage: int) -> None:
-        for states in world.run(train_with_ulysses, zero(stage)):
-            check_moves(states, one_step_alone(), 1e-6, f"ZeRO {stage}")
+    @on_every_rank
+    def test_training(self, stage: int) -> None:
+        """A step on a ring of four ranks with Ulysses groups of two."""
+        ring = ulysses_ring(4, 2)
+        states = one_step(backend.parallelize(SmallModel(ring), sgd, ring, **zero(stage)), ring)
+        check_moves(states, one_step_alone(), 1e-6, f"ZeRO {stage}")
 
-    def test_unsupported_exchanges_are_refused(self, world: World) -> None:
-        messages = (
-            (ValueError, "ulysses_size = 0"),
-            (ValueError, "ulysses_size = 3"),
-            (TypeError, "ulysses_size = 2.0"),
-            (ValueError, "ring_size = 'auto': ulysses_size = 2"),
-            (ValueError, "query has 3 heads with ulysses_size = 2"),
-            (ValueError, "key has 1 heads with ulysses_size = 2"),
-            (ValueError, "seq_len = 46 with ulysses_size = 2"),
-            (ValueError, "a zigzag ring of 4 needs a multiple of 8"),
-            (ValueError, "head_mode='grouped' with 4 heads and 5 branches"),
-        )
-        for endings in world.run(bad_ulysses_calls):
-            for ended, (error, text) in zip(endings, messages, strict=True):
-                ended.check(error, text)
+    @on_every_rank
+    def test_unsupported_exchanges_are_refused(self) -> None:
+        def attend(layout: LayoutKind = "contiguous", **changes: Any) -> Any:
+            return local_call(ADAPTER, ulysses_ring(4, 2).with_layout(layout), replace(ULYSSES_CASE, **changes))()
 
-    def test_ranks_that_disagree_are_reported_at_once(self, world: World) -> None:
-        for batch, autocast in world.run(disagree_with_ulysses):
-            assert batch.error == autocast.error == "RingMismatchError", (batch, autocast)
-            assert "batch (rank 0: 2, rank 1: 2, rank 2: 2, rank 3: 3)" in batch.message
-            assert "dtype (rank 0: torch.bfloat16" in autocast.message
-            assert "rank 3: torch.float32" in autocast.message
+        branches = {"segment_lengths": (8,) * 5, "dilation_rates": (1,) * 5, "head_mode": "grouped"}
+        refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+            (ValueError, "ulysses_size = 0", lambda: backend.initialize(ulysses_size=0)),
+            (ValueError, "ulysses_size = 3", lambda: backend.initialize(ulysses_size=3)),
+            (TypeError, "ulysses_size = 2.0", lambda: backend.initialize(ulysses_size=2.0)),
+            (
+                ValueError,
+                "ring_size = 'auto': ulysses_size = 2",
+                lambda: backend.initialize("auto", ulysses_size=2, **NEEDS),
+            ),
+            (ValueError, "query has 3 heads with ulysses_size = 2", lambda: attend(num_heads=3, num_kv_heads=3)),
+            (ValueError, "key has 1 heads with ulysses_size = 2", lambda: attend(num_heads=4, num_kv_heads=1)),
+            (ValueError, "seq_len = 46 with ulysses_size = 2", lambda: attend(seq_len=46)),
+            (ValueError, "a zigzag ring of 4 needs a multiple of 8", lambda: attend("zigzag", seq_len=44)),
+            (ValueError, "head_mode='grouped' with 4 heads and 5 branches", lambda: attend(num_heads=4, **branches)),
+        ]
+        for error, message, call in refused:
+            ending(call).check(error, message)
 
-    def test_copies(self, world: World) -> None:
-        for same, pickled in world.run(copies_with_ulysses):
-            assert same == [True, True]
-            pickled.check(RuntimeError, "initialize()")
+    @on_every_rank
+    def test_ranks_that_disagree_are_reported_at_once(self) -> None:
+        """Rank 3 has a larger batch, and then no autocast."""
+        ring, case = backend.initialize(timeout=30, ulysses_size=2), replace(ULYSSES_CASE, dtype=torch.float32)
+        batches = "batch (rank 0: 2, rank 1: 2, rank 2: 2, rank 3: 3)"
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=ring.rank != 3):
+            other = replace(case, batch=3 if ring.rank == 3 else 2)
+            ending(local_call(ADAPTER, ring, other)).check(RingMismatchError, batches)
+            ended = ending(local_call(ADAPTER, ring, case))
+        ended.check(RingMismatchError, "dtype (rank 0: torch.bfloat16", "rank 3: torch.float32")
+
+    @on_every_rank
+    def test_copies(self) -> None:
+        call = local_call(ADAPTER, ulysses_ring(4, 2), ULYSSES_CASE)
+        twin = replace(call, attention=copy.deepcopy(call.attention))
+        pickled = replace(call, attention=pickle.loads(pickle.dumps(call.attention)))
+        ending(pickled).check(RuntimeError, "initialize()")
+        pickled.attention.ring = call.attention.ring
+        for copied in (twin, pickled):
+            assert torch.equal(copied(), call())
 
 
 def test_rows_of_a_group_form_a_shard_of_the_hop_ring() -> None:

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,29 +16,30 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ring_backends.errors import RingMismatchError
-from ring_backends.testing.early_steps import EARLY
-from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.failing_calls import ending
 from ring_backends.testing.marks import MORE_CASES, matrix_but
-from ring_backends.testing.models import TwoLayers, unit_sgd
-from ring_backends.testing.rings import TWO, ring_here
-from ring_backends.testing.training import COORDS, look_up_places, renew_closed_worlds, train_in_bf16
+from ring_backends.testing.models import TwoLayers, weight_of
+from ring_backends.testing.rings import FOUR, TWO, ring_here, ring_of
+from ring_backends.testing.training import look_up_places, renew_closed_worlds, train_in_bf16
 from ring_backends.testing.training_runs import Recipe, State, check_moves, train_alone
-from ring_backends.testing.training_steps import train_with_hooks
+from ring_backends.testing.training_steps import EARLY, check_hooks
 from ring_backends.testing.unequal_ranks import WIDTHS, WINDOWS, check_experts, train_experts
-from ring_backends.testing.world import World
+from ring_backends.testing.world import World, on_every_rank
 
 pytest.importorskip("deepspeed")
 
 from deepspeed_cases import (
     ADAPTER,
     SMALL_BUFFERS,
+    Checkpointed,
+    SmallModel,
     check_stage,
     count_checkpointed,
     offloaded,
+    one_step,
     one_step_alone,
     parallelize_here,
-    rename,
-    train_checkpointed,
+    sgd,
     zero,
 )
 
@@ -55,53 +57,83 @@ class TestZeRO:
         recipe = Recipe(dtype=torch.float32, accumulation_steps=3, max_grad_norm=0.01)
         check_stage(world, TWO, zero(stage), recipe, 1e-5)
 
-    def test_ranks_that_use_different_parameters_of_a_module_are_reported(self, world: World) -> None:
-        for outcome in world.run_collect(train_two_weights):
-            outcome.check(RingMismatchError)
-            message = (
-                "parameters in the order of their gradients (rank 0: ['weights.0'], rank 1: ['weights.1'], rank 2: ['"
-            )
-            assert message in outcome.message, outcome
+    @on_every_rank
+    def test_ranks_that_use_different_parameters_of_a_module_are_reported(self) -> None:
+        state = parallelize_here({"zero_stage": 3}, TwoWeights())
+        ended = ending(lambda: state.backward(state.loss(state.model(torch.ones(4)).sum(), 1)))
+        names = "(rank 0: ['weights.0'], rank 1: ['weights.1'], rank 2: ['"
+        ended.check(RingMismatchError, f"parameters in the order of their gradients {names}")
 
     @pytest.mark.parametrize("stage", [1, 2, 3])
-    def test_different_parameters_in_a_reentrant_checkpoint_are_reported(self, world: World, stage: int) -> None:
+    @on_every_rank
+    def test_different_parameters_in_a_reentrant_checkpoint_are_reported(self, stage: int) -> None:
         """The graph of the loss does not show these parameters. The check sees them when their gradients are ready.
 
         ZeRO 3 already sees them when it gathers them.
         """
-        for outcome in world.run_collect(train_in_a_reentrant_checkpoint, stage):
-            outcome.check(RingMismatchError, "layers.0")
+        state = parallelize_here(zero(stage), TwoLayers())
+
+        def step() -> None:
+            x = torch.ones(2, 4, requires_grad=True)
+            out: Any = checkpoint(state.model, x, 0, [dist.get_rank() % 2], use_reentrant=True)
+            state.backward(state.loss(out.sum(), 2))
+            state.step()
+
+        ending(step).check(RingMismatchError, "layers.0")
 
     @pytest.mark.parametrize("stage", [0, 1, 2])
     def test_hooks_of_parameters_run_once(self, world: World, stage: int) -> None:
-        for moved in world.run(train_with_hooks, ADAPTER, zero(stage)):
-            assert moved == pytest.approx(12.0)
+        world.run(check_hooks, ADAPTER, zero(stage))
 
     @pytest.mark.parametrize("stage", [1, 2])
-    def test_different_parameters_beside_a_reentrant_checkpoint_are_reported(self, world: World, stage: int) -> None:
-        for outcome in world.run_collect(train_beside_a_reentrant_checkpoint, stage):
-            outcome.check(RingMismatchError, "use_reentrant=False")
+    @on_every_rank
+    def test_different_parameters_beside_a_reentrant_checkpoint_are_reported(self, stage: int) -> None:
+        """Each rank uses one of two layers outside the checkpoint. All ranks use the shared layer within it."""
+        model = nn.ModuleDict({"own": TwoLayers(), "shared": nn.Linear(4, 4)})
+        state, x = parallelize_here(zero(stage), model), torch.ones(2, 4, requires_grad=True)
+
+        def backward() -> None:
+            shared = checkpoint(state.model.module["shared"], x, use_reentrant=True)
+            own = state.model.module["own"](x.detach(), 0, [dist.get_rank() % 2])
+            state.backward(state.loss((shared + own).sum(), 2))
+
+        ending(backward).check(RingMismatchError, "use_reentrant=False")
 
     @pytest.mark.parametrize("stage", [1, 2])
-    def test_gradients_of_another_loss_are_reported(self, world: World, stage: int) -> None:
-        for ended in world.run(train_through_another_model, stage, True):
+    @pytest.mark.parametrize("is_frozen", [True, False], ids=["frozen", ""])
+    @on_every_rank
+    def test_gradients_of_another_loss_are_reported(self, stage: int, is_frozen: bool) -> None:
+        """The loss of one state runs through the model of another state, which then trains with its own loss."""
+        first, second = (parallelize_here(zero(stage), TwoLayers()) for _ in range(2))
+        x = torch.ones(1, 4)
+        second.model.requires_grad_(not is_frozen)
+        first.backward(first.loss(second.model.module(first.model(x, 0), 0).sum(), 1))
+        first.step()
+        second.model.requires_grad_(True)
+        ended = ending(lambda: second.backward(second.loss(second.model(x, 0).sum(), 1)))
+        if is_frozen:
             assert ended.error == "no error", ended
-        for ended in world.run(train_through_another_model, stage, False):
+        else:
             ended.check(RuntimeError, "came from a backward other than state.backward()")
 
     @pytest.mark.parametrize("stage", matrix_but(3, of=(1, 2, 3)))
-    def test_optimizers_that_zero_changes_are_refused_by_name(self, world: World, stage: int) -> None:
-        for adafactor, adagrad in world.run(use_other_optimizers, stage):
-            adafactor.check(
-                ValueError,
-                "Adafactor: it updates an element of a parameter by looking at other elements",
-                "zero_stage=0",
-            )
-            adagrad.check(ValueError, f"Adagrad: ZeRO {stage} replaces it")
+    @on_every_rank
+    def test_optimizers_that_zero_changes_are_refused_by_name(self, stage: int) -> None:
+        parallelize = partial(backend.parallelize, TwoLayers(), ring=ring_here(ADAPTER, TWO), **zero(stage))
+        adafactor = "Adafactor: it updates an element of a parameter by looking at other elements"
+        for optimizer, texts in (
+            (torch.optim.Adafactor, (adafactor, "zero_stage=0")),
+            (torch.optim.Adagrad, (f"Adagrad: ZeRO {stage} replaces it",)),
+        ):
+            ending(parallelize, make_optimizer=optimizer).check(ValueError, *texts)
 
-    def test_a_parameter_that_is_not_contiguous_is_refused_by_name(self, world: World) -> None:
-        for ended in world.run(transpose_a_parameter):
-            ended.check(ValueError, "parameter layers.0.weight of model has strides (1, 4)")
+    @on_every_rank
+    def test_a_parameter_that_is_not_contiguous_is_refused_by_name(self) -> None:
+        model = TwoLayers()
+        weight = model.get_parameter("layers.0.weight")
+        weight.data = weight.data.T
+        ended = ending(parallelize_here, zero(1), model)
+        ended.check(ValueError, "parameter layers.0.weight of model has strides (1, 4)")
 
     @pytest.mark.parametrize("stage", matrix_but(0, 3, of=range(4)))
     def test_a_step_with_nan_is_counted_or_skipped(self, world: World, stage: int) -> None:
@@ -118,20 +150,33 @@ class TestZeRO:
 
     @pytest.mark.parametrize("offloads", matrix_but(False, of=(False, True)), ids=["", "offloaded"])
     @pytest.mark.parametrize("stage", matrix_but(3, of=(1, 2, 3)))
-    def test_a_step_after_a_skipped_one_uses_other_parameters(self, world: World, stage: int, offloads: bool) -> None:
-        options = offloaded(stage) if offloads else zero(stage)
-        for counts, before, after in world.run(leave_out_after_nan, options):
-            assert counts == (1, 1)
-            assert all(torch.isfinite(tensor).all() for tensor in after.values())
-            for name, tensor in after.items():
-                assert torch.equal(tensor, before[name]) == ("layers.1" in name), name
+    @on_every_rank
+    def test_a_step_after_a_skipped_one_uses_other_parameters(self, stage: int, offloads: bool) -> None:
+        """A step of both layers with a NaN gradient, which is skipped, and a step of the first layer."""
+        state, states = parallelize_here(offloaded(stage) if offloads else zero(stage), TwoLayers()), []
+        for value, layers in ((math.nan, (0, 1)), (1.0, (0,))):
+            state.backward(state.loss(state.model(torch.full((1, 4), value), 0, layers).sum(), 1))
+            state.step()
+            states.append(state.full_state_dict())
+        assert (state.step_count, state.skipped_steps) == (1, 1), (state.step_count, state.skipped_steps)
+        before, after = states
+        for name, tensor in after.items():
+            assert torch.isfinite(tensor).all(), name
+            assert torch.equal(tensor, before[name]) == ("layers.1" in name), name
 
     @pytest.mark.parametrize("stage", matrix_but(3, of=range(4)))
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-    def test_another_default_dtype(self, world: World, stage: int, dtype: torch.dtype) -> None:
-        for moved, default in world.run(train_under_default_dtype, zero(stage), dtype):
-            assert moved == 3.0
-            assert default == dtype
+    @on_every_rank
+    def test_another_default_dtype(self, stage: int, dtype: torch.dtype) -> None:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            state = parallelize_here(zero(stage))
+            state.backward(state.loss(state.model(torch.tensor([3.0], dtype=torch.float32)).sum(), 1))
+            state.step()
+            assert (weight_of(state), torch.get_default_dtype()) == (-3.0, dtype), weight_of(state)
+        finally:
+            torch.set_default_dtype(before)
 
     @MORE_CASES
     @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -169,23 +214,26 @@ class TestZeRO:
 
     @pytest.mark.parametrize("stage", matrix_but(0, 3, of=range(4)))
     @pytest.mark.parametrize("how", matrix_but("non-reentrant", of=("reentrant", "non-reentrant", "deepspeed")))
-    def test_activation_checkpointing(self, world: World, stage: int, how: str) -> None:
-        for states in world.run(train_checkpointed, how, zero(stage)):
-            wanted = [{rename(name): tensor for name, tensor in state.items()} for state in one_step_alone()]
-            check_moves(states, wanted, 1e-6, f"ZeRO {stage}, {how}")
+    @on_every_rank
+    def test_activation_checkpointing(self, stage: int, how: str) -> None:
+        """A step on a ring of four ranks, with activation checkpointing of the attention layer."""
+        ring = ring_of(ADAPTER, FOUR)
+        model = SmallModel(ring)
+        model.layer = Checkpointed(model.layer, how)
+        states = one_step(backend.parallelize(model, sgd, ring, **zero(stage)), ring)
+        wanted = [{name.replace("layer.", "layer.layer.", 1): x for name, x in y.items()} for y in one_step_alone()]
+        check_moves(states, wanted, 1e-6, f"ZeRO {stage}, {how}")
 
-    def test_the_hops_of_activation_checkpointing(self, world: World) -> None:
+    @on_every_rank
+    def test_the_hops_of_activation_checkpointing(self) -> None:
         """DeepSpeed repeats the hops of the forward, unless ``remember_attention`` keeps the results."""
-        ways = ("plain", "deepspeed", "remembered", "non-reentrant", "remembered, non-reentrant")
-        plain, *others = (world.run(count_checkpointed, how) for how in ways)
-        for rank, (wanted, forward, messages) in enumerate(plain):
-            assert forward > 0
-            for how, by_rank in zip(ways[1:], others, strict=True):
-                grads, *sent = by_rank[rank]
-                for grad, right in zip(grads, wanted, strict=True):
-                    torch.testing.assert_close(grad, right, rtol=0, atol=1e-5)
-                again = 0 if "remembered" in how else forward
-                assert sent == [forward, messages + again], (how, rank)
+        wanted, forward, messages = count_checkpointed("plain")
+        assert forward > 0
+        for how in ("deepspeed", "remembered", "non-reentrant", "remembered, non-reentrant"):
+            grads, *sent = count_checkpointed(how)
+            torch.testing.assert_close(grads, wanted, rtol=0, atol=1e-5)
+            again = 0 if "remembered" in how else forward
+            assert sent == [forward, messages + again], (how, sent, forward, messages)
 
     @pytest.mark.parametrize("set_by", matrix_but("model", of=("config", "model")))
     @pytest.mark.parametrize("stage", matrix_but(2, of=range(4)))
@@ -200,9 +248,9 @@ class TestZeRO:
             check_moves(states, rounded_to_bf16(recipe), 0.05, f"ZeRO {stage}, bf16 by the {set_by}")
 
     @pytest.mark.parametrize("stage", matrix_but(3, of=range(4)))
-    def test_bf16_parameters_do_not_round_coordinates(self, world: World, stage: int) -> None:
-        for places, _ in world.run(look_up_places, ADAPTER, TWO, False, zero(stage), torch.bfloat16):
-            assert places == [[int(number) for number in COORDS]] * 2
+    @on_every_rank
+    def test_bf16_parameters_do_not_round_coordinates(self, stage: int) -> None:
+        look_up_places(ADAPTER, TWO, False, zero(stage), torch.bfloat16)
 
 
 def rounded_to_bf16(recipe: Recipe) -> list[State]:
@@ -219,60 +267,6 @@ class TwoWeights(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weights[dist.get_rank() % 2]
-
-
-def train_two_weights() -> None:
-    ring = ring_here(ADAPTER, TWO)
-    state = backend.parallelize(TwoWeights(), unit_sgd, ring, zero_stage=3)
-    state.backward(state.loss(state.model(torch.ones(4)).sum(), 1))
-
-
-def train_in_a_reentrant_checkpoint(stage: int) -> None:
-    """Each rank uses one of two layers, within a reentrant checkpoint."""
-    state = parallelize_here(zero(stage), TwoLayers())
-
-    def run(x: Tensor) -> Tensor:
-        out: Tensor = state.model(x, 0, [dist.get_rank() % 2])
-        return out
-
-    x = torch.ones(2, 4, requires_grad=True)
-    state.backward(state.loss(checkpoint(run, x, use_reentrant=True).sum(), 2))
-    state.step()
-
-
-def train_beside_a_reentrant_checkpoint(stage: int) -> None:
-    """Each rank uses one of two layers outside a reentrant checkpoint. All ranks use the shared layer within it."""
-    model = nn.ModuleDict({"own": TwoLayers(), "shared": nn.Linear(4, 4)})
-    state = parallelize_here(zero(stage), model)
-    x = torch.ones(2, 4, requires_grad=True)
-    shared = checkpoint(state.model.module["shared"], x, use_reentrant=True)
-    own = state.model.module["own"](x.detach(), 0, [dist.get_rank() % 2])
-    state.backward(state.loss((shared + own).sum(), 2))
-
-
-def train_through_another_model(stage: int, is_frozen: bool) -> Ended:
-    """Run the loss of one state through the model of another state. Then train the other state with its own loss."""
-    first, second = (parallelize_here(zero(stage), TwoLayers()) for _ in range(2))
-    x = torch.ones(1, 4)
-    second.model.requires_grad_(not is_frozen)
-    first.backward(first.loss(second.model.module(first.model(x, 0), 0).sum(), 1))
-    first.step()
-    second.model.requires_grad_(True)
-    return ending(lambda: second.backward(second.loss(second.model(x, 0).sum(), 1)))
-
-
-def use_other_optimizers(stage: int) -> list[Ended]:
-    def parallelize_with(optimizer: Any) -> Ended:
-        return ending(lambda: backend.parallelize(TwoLayers(), optimizer, ring_here(ADAPTER, TWO), **zero(stage)))
-
-    return [parallelize_with(torch.optim.Adafactor), parallelize_with(torch.optim.Adagrad)]
-
-
-def transpose_a_parameter() -> Ended:
-    model = TwoLayers()
-    weight = model.get_parameter("layers.0.weight")
-    weight.data = weight.data.T
-    return ending(lambda: parallelize_here(zero(1), model))
 
 
 SKIPPED = (
@@ -293,30 +287,3 @@ def step_with_nan(options: Mapping[str, Any]) -> tuple[float, tuple[int, int], l
         warned += [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
         values.append(float(state.full_state_dict()["weight"]))
     return values[0], (state.step_count, state.skipped_steps), warned, values[1]
-
-
-def leave_out_after_nan(options: Mapping[str, Any]) -> tuple[tuple[int, int], State, State]:
-    """A step of both layers with a NaN gradient, which is skipped, and a step of the first layer.
-
-    Returns:
-        The numbers of steps and of skipped steps, and the states before and after the second step.
-    """
-    state, states = parallelize_here(options, TwoLayers()), []
-    for value, layers in ((math.nan, (0, 1)), (1.0, (0,))):
-        state.backward(state.loss(state.model(torch.full((1, 4), value), 0, layers).sum(), 1))
-        state.step()
-        states.append(state.full_state_dict())
-    return (state.step_count, state.skipped_steps), states[0], states[1]
-
-
-def train_under_default_dtype(options: Mapping[str, Any], dtype: torch.dtype) -> tuple[float, torch.dtype]:
-    """Take a step with gradient 3. Returns the change of the parameter, and the default dtype afterwards."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        state = parallelize_here(options)
-        state.backward(state.loss(state.model(torch.tensor([3.0], dtype=torch.float32)).sum(), 1))
-        state.step()
-        return -float(state.full_state_dict()["weight"]), torch.get_default_dtype()
-    finally:
-        torch.set_default_dtype(before)

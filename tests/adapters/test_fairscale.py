@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -14,16 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from command_line import check_alone, environment
-from fairscale_cases import ADAPTER, CASE, parallelize_one_parameter
+from fairscale_cases import ADAPTER, CASE
 
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.testing.calls import local_call
-from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.failing_calls import ending
 from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, ring_here, ring_of
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.suite import AdapterTests
-from ring_backends.testing.training import reduced_and_divisor
-from ring_backends.testing.world import World
+from ring_backends.testing.training import check_divisor
+from ring_backends.testing.world import World, on_every_rank
 
 
 def carried_messages(rings: RingSpec, case: AttentionCase) -> tuple[list[tuple[str, int, int, int, int]], int]:
@@ -72,51 +72,6 @@ def model_parallel(*args: int, **kwargs: int) -> Iterator[Any]:
         initialize.destroy_model_parallel()
 
 
-def rings_of_fairscale() -> dict[str, tuple[int, ...]]:
-    """The ranks of the ring that ``initialize`` returns for each set-up of FairScale."""
-    initialize = backend(ADAPTER).initialize
-    found = {"no set-up": initialize().ranks}
-    with model_parallel(1, pipeline_length=2):
-        found["pipeline of 2"] = initialize().ranks
-        found["pipeline of 2, size given"] = initialize(2).ranks
-        chosen = dist.new_group([0, 1, 2, 3])
-        found["pipeline of 2, group given"] = initialize(group=chosen).ranks
-    with model_parallel(2, pipeline_length=2):
-        found["layers on 2, pipeline of 2"] = initialize().ranks
-    return found
-
-
-def wrong_size_for_fairscale() -> Ended:
-    with model_parallel(1, pipeline_length=2):
-        return ending(lambda: backend(ADAPTER).initialize(4))
-
-
-def other_order_than_fairscale() -> list[Ended]:
-    needs = {"seq_len": 16, "segment_lengths": [16], "dilation_rates": [1], "num_heads": 2, "head_dim": 4}
-    with model_parallel(1, pipeline_length=2):
-        return [
-            ending(lambda: backend(ADAPTER).initialize(ring_order="topology")),
-            ending(lambda: backend(ADAPTER).initialize("auto", **needs)),
-        ]
-
-
-def train_on_a_pipeline_group(options: Mapping[str, Any]) -> tuple[float, float]:
-    with model_parallel(1, pipeline_length=2):
-        ring_here.cache_clear()
-        reduced = reduced_and_divisor(ADAPTER, TWO, options)
-    ring_here.cache_clear()
-    return reduced
-
-
-def parallelize_a_split_model() -> list[Ended]:
-    endings = []
-    for sizes in ({"model_parallel_size_": 2, "pipeline_length": 2}, {"model_parallel_size_": 1, "pipeline_length": 2}):
-        ring = ring_here(ADAPTER, FOUR)
-        with model_parallel(**sizes):
-            endings.append(parallelize_one_parameter(ring))
-    return endings
-
-
 class TestFairScale(AdapterTests):
     adapter = ADAPTER
     core_in_matrix = True
@@ -147,34 +102,40 @@ class TestFairScale(AdapterTests):
         assert sent == received
         assert len(sent) == sum(counted for _, counted in by_rank) > 0
 
-    def test_the_ring_is_the_group_of_fairscale(self, world: World) -> None:
-        for rank, found in enumerate(world.run(rings_of_fairscale)):
-            assert found == {
-                "no set-up": (0, 1, 2, 3),
-                "pipeline of 2": ((0, 1), (2, 3))[rank // 2],
-                "pipeline of 2, size given": ((0, 1), (2, 3))[rank // 2],
-                "pipeline of 2, group given": (0, 1, 2, 3),
-                "layers on 2, pipeline of 2": ((0, 2), (1, 3))[rank % 2],
-            }
+    @on_every_rank
+    def test_the_ring_is_the_group_of_fairscale(self) -> None:
+        initialize, rank = backend(ADAPTER).initialize, dist.get_rank()
+        every, pair, apart = (0, 1, 2, 3), ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
+        assert initialize().ranks == every
+        with model_parallel(1, pipeline_length=2):
+            for ring in (initialize(), initialize(2)):
+                assert ring.ranks == pair, ring
+            assert initialize(group=dist.new_group(every)).ranks == every
+        with model_parallel(2, pipeline_length=2):
+            assert initialize().ranks == apart
 
-    def test_a_ring_size_other_than_fairscale_has_is_refused(self, world: World) -> None:
-        for ended in world.run(wrong_size_for_fairscale):
-            ended.check(ValueError, "ring_size = 4", "2 ranks")
+    @on_every_rank
+    def test_another_arrangement_than_fairscale_has_is_refused(self) -> None:
+        needs = {"seq_len": 16, "segment_lengths": [16], "dilation_rates": [1], "num_heads": 2, "head_dim": 4}
+        initialize, reason = backend(ADAPTER).initialize, ": fairscale.nn.model_parallel"
+        with model_parallel(1, pipeline_length=2):
+            ending(initialize, 4).check(ValueError, "ring_size = 4", "2 ranks")
+            ending(initialize, ring_order="topology").check(ValueError, f"ring_order = 'topology'{reason}")
+            ending(initialize, "auto", **needs).check(ValueError, f"ring_size = 'auto'{reason}")
 
-    def test_a_ring_order_with_fairscale_groups_is_refused(self, world: World) -> None:
-        for endings in world.run(other_order_than_fairscale):
-            for ended, option in zip(endings, ("ring_order = 'topology'", "ring_size = 'auto'"), strict=True):
-                ended.check(ValueError)
-                assert ended.message.startswith(f"{option}: fairscale.nn.model_parallel"), ended
+    @on_every_rank
+    def test_training_on_a_pipeline_group(self) -> None:
+        with model_parallel(1, pipeline_length=2):
+            ring_here.cache_clear()
+            check_divisor(self, TWO)
+        ring_here.cache_clear()
 
-    def test_training_on_a_pipeline_group(self, world: World) -> None:
-        for reduced, divisor in world.run(train_on_a_pipeline_group, {}):
-            assert reduced * divisor == pytest.approx(1 + 2 + 3 + 4)
-
-    def test_a_model_split_by_fairscale_is_refused(self, world: World) -> None:
-        for layers, stages in world.run(parallelize_a_split_model):
-            layers.check(ValueError, "2 ranks per layer")
-            stages.check(ValueError, "2 pipeline stages")
+    @on_every_rank
+    def test_a_model_split_by_fairscale_is_refused(self) -> None:
+        ring = self.ring()
+        for layers, text in ((2, "2 ranks per layer"), (1, "2 pipeline stages")):
+            with model_parallel(layers, pipeline_length=2):
+                ending(self.parallelize, ring=ring).check(ValueError, text)
 
 
 def test_one_process_needs_no_launcher(tmp_path: Path) -> None:

@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from fairscale.nn.data_parallel import FullyShardedDataParallel, fully_sharded_data_parallel
-from fairscale_cases import ADAPTER, parallelize_with
+from fairscale_cases import ADAPTER
 from torch import nn
 
 from ring_backends.adapters import fairscale
 from ring_backends.adapters.fairscale import training
 from ring_backends.testing.capabilities import AdapterSuite
+from ring_backends.testing.failing_calls import ending
 from ring_backends.testing.marks import needs_gpu
 from ring_backends.testing.rings import RingSpec
 from ring_backends.testing.training_runs import (
@@ -30,7 +31,7 @@ from ring_backends.testing.training_runs import (
     loss_sum,
     train_alone,
 )
-from ring_backends.testing.world import World
+from ring_backends.testing.world import World, on_every_rank
 
 
 def train_fully_sharded(path: str, rings: RingSpec, recipe: Recipe) -> tuple[list[State], list[State]]:
@@ -41,19 +42,14 @@ def train_fully_sharded(path: str, rings: RingSpec, recipe: Recipe) -> tuple[lis
 
     trainer = Trainer(ADAPTER, rings, "contiguous", recipe, options, prepare=nn.Module.cuda)
     other = Trainer(ADAPTER, rings, "contiguous", replace(recipe, seed=99), options, prepare=nn.Module.cuda)
-    states = [trainer.state.full_state_dict()]
-    step_on_gpu(trainer, 0)
-    states.append(trainer.state.full_state_dict())
+    states = [trainer.state.full_state_dict(), step_on_gpu(trainer, 0)]
     trainer.state.save(path)
-    step_on_gpu(trainer, 1)
-    states.append(trainer.state.full_state_dict())
+    states.append(step_on_gpu(trainer, 1))
     other.state.load(path)
-    resumed = [other.state.full_state_dict()]
-    step_on_gpu(other, 1)
-    return states, [*resumed, other.state.full_state_dict()]
+    return states, [other.state.full_state_dict(), step_on_gpu(other, 1)]
 
 
-def step_on_gpu(trainer: Trainer, step: int) -> None:
+def step_on_gpu(trainer: Trainer, step: int) -> State:
     micro_batches = [(tokens.cuda(), labels.cuda()) for tokens, labels in trainer.micro_batches(step)]
     positions = trainer.ring.positions(CASE.seq_len).cuda()
     count = trainer.state.global_count(sum(int((labels != IGNORED).sum()) for _, labels in micro_batches))
@@ -61,6 +57,8 @@ def step_on_gpu(trainer: Trainer, step: int) -> None:
         logits = trainer.state.model(tokens, positions, CASE.seq_len)
         trainer.state.backward(trainer.state.loss(loss_sum(logits, labels), 0, step_token_count=count))
     trainer.state.step()
+    state: State = trainer.state.full_state_dict()
+    return state
 
 
 class OneStream(dict[str, Any]):
@@ -129,10 +127,11 @@ def resume_without_a_gpu(path: str) -> tuple[State, State, State]:
 class TestFairScaleFSDP(AdapterSuite):
     adapter = ADAPTER
 
-    def test_fsdp_says_why_it_does_not_run_on_a_cpu(self, world: World) -> None:
-        for ended in world.run(parallelize_with, {"strategy": "fsdp"}):
-            ended.check(ValueError, "strategy = 'fsdp'", "parameters on cpu", "strategy='sharded_ddp'")
-            assert torch.cuda.is_available() or "torch.cuda.stream" in ended.message
+    @on_every_rank
+    def test_fsdp_says_why_it_does_not_run_on_a_cpu(self) -> None:
+        ended = ending(self.parallelize, ring=self.ring(), strategy="fsdp")
+        ended.check(ValueError, "strategy = 'fsdp'", "parameters on cpu", "strategy='sharded_ddp'")
+        assert torch.cuda.is_available() or "torch.cuda.stream" in ended.message, ended
 
     def test_one_rank_resumes(self, tmp_path: Path) -> None:
         with World(1) as alone:
@@ -159,5 +158,4 @@ class TestFairScaleFSDP(AdapterSuite):
             by_rank = gpus.run(train_fully_sharded, str(tmp_path / "checkpoint.pt"), rings, recipe)
         check_ranks([states for states, _ in by_rank], train_alone(rings, "contiguous", recipe), tolerance)
         for states, resumed in by_rank:
-            for state, other in zip(states[1:], resumed, strict=True):
-                assert all(torch.equal(tensor, other[name]) for name, tensor in state.items())
+            torch.testing.assert_close(resumed, states[1:], rtol=0, atol=0)

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from fairscale_cases import ADAPTER, CASE, GroupedRecipe, parallelize_one_parameter, parallelize_with, train_here
+from fairscale_cases import ADAPTER, CASE, GroupedRecipe, train_here
 from torch import Tensor, nn
 
 from ring_backends.activation_checkpointing import remember_attention
 from ring_backends.testing.calls import local_call
 from ring_backends.testing.capabilities import AdapterSuite
-from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.failing_calls import ending
 from ring_backends.testing.marks import matrix_but
-from ring_backends.testing.models import OneParameter, unit_sgd
-from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, ring_here, ring_of
+from ring_backends.testing.models import OneParameter, weight_of
+from ring_backends.testing.rings import FOUR, TWO, RingSpec, ring_of
 from ring_backends.testing.training_runs import Recipe, State, Trainer, check_ranks, every_mesh, train, train_alone
-from ring_backends.testing.world import World
+from ring_backends.testing.world import World, on_every_rank
 
 
 class LossySGD(torch.optim.SGD):
@@ -29,24 +28,6 @@ class LossySGD(torch.optim.SGD):
     def __init__(self, parameters: Any, lr: float, slowness: float = 1.0) -> None:
         super().__init__(parameters, lr=lr / slowness)
         self.slowness = slowness
-
-
-def parallelize_over_data_alone() -> list[Ended]:
-    """Pass the data group to OSS and ShardedDataParallel, and to only one of them."""
-    ring = ring_of(ADAPTER, TWO)
-    group = [dist.new_group([0, 2]), dist.new_group([1, 3])][ring.rank]
-    options = [{"group": group, "process_group": group}, {"group": group}, {"process_group": group}]
-    return [parallelize_one_parameter(ring, **chosen) for chosen in options]
-
-
-def optimizers_that_cannot_be_sharded() -> dict[str, Ended]:
-    ring = ring_here(ADAPTER, FOUR)
-    mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).bfloat16())
-    return {
-        "an argument lost": parallelize_one_parameter(ring, lambda parameters: LossySGD(parameters, 0.1, 3.0)),
-        "no optimizer": parallelize_one_parameter(ring, lambda parameters: "SGD"),
-        "two dtypes": parallelize_one_parameter(ring, model=mixed),
-    }
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -58,19 +39,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "NAdam": {"lr": 0.1, "decoupled_weight_decay": True},
     "RMSprop": {"lr": 0.1, "centered": True},
 }
-
-
-def parameters_after_two_steps(name: str) -> tuple[str, list[Tensor]]:
-    """Take two steps. Returns the class of the sharded optimizer, and the parameters."""
-    ring = ring_here(ADAPTER, FOUR)
-    model = three_layers()
-    state = backend(ADAPTER).parallelize(
-        model, lambda parameters: getattr(torch.optim, name)(parameters, **OPTIMIZERS[name]), ring
-    )
-    for _ in range(2):
-        state.backward(state.loss(state.model(torch.ones(2, 5)).square().sum(), 1))
-        state.step()
-    return type(state.optimizer.optim).__name__, list(state.full_state_dict().values())
 
 
 def three_layers() -> nn.Module:
@@ -148,44 +116,6 @@ def count_checkpointed(how: str) -> tuple[list[Tensor], int, int]:
     return grads, forward, ring.traffic.messages  # type: ignore[return-value]
 
 
-def clip_one_parameter(dtype: torch.dtype) -> tuple[float, float]:
-    """The change of a parameter with a clipped and with an unclipped gradient. Three ranks own no parameter."""
-    moved = []
-    for max_grad_norm in (0.5, 100.0):
-        ring = ring_here(ADAPTER, FOUR)
-        state = backend(ADAPTER).parallelize(OneParameter().to(dtype), unit_sgd, ring, max_grad_norm=max_grad_norm)
-        state.backward(state.loss(state.model(torch.tensor([3.0], dtype=dtype)).sum(), 1))
-        state.step()
-        moved.append(-float(state.full_state_dict()["weight"]))
-    return moved[0], moved[1]
-
-
-def backward_in_eval_mode() -> Ended:
-    trainer = Trainer(ADAPTER, TWO, "contiguous", Recipe(dtype=torch.float32), {})
-    trainer.state.model.eval()
-    ((tokens, labels),) = trainer.micro_batches(0)
-    return ending(lambda: trainer.state.backward(trainer.loss(tokens, labels, 20)))
-
-
-def step_early_in_eval_mode() -> Ended:
-    trainer = Trainer(ADAPTER, TWO, "contiguous", Recipe(dtype=torch.float32, accumulation_steps=2), {})
-    tokens, labels = trainer.micro_batches(0)[0]
-    trainer.state.backward(trainer.loss(tokens, labels, 20))
-    trainer.state.model.eval()
-    return ending(trainer.state.step)
-
-
-def unused_on_some_ranks() -> tuple[list[float], list[float]]:
-    """The changes of two parameters, and the expected changes. Rank 0 uses only the first parameter."""
-    ring = ring_here(ADAPTER, FOUR)
-    model = nn.ModuleList([OneParameter(), OneParameter()])
-    state = backend(ADAPTER).parallelize(_Branching(model), unit_sgd, ring, reduce_buffer_size=0)
-    state.backward(state.model(torch.tensor([1.0])).sum())
-    state.step()
-    moved = [-float(tensor) for tensor in state.full_state_dict().values()]
-    return moved, [1.0, 3 / 4]
-
-
 class _Branching(nn.Module):
     def __init__(self, branches: nn.ModuleList) -> None:
         super().__init__()
@@ -229,16 +159,15 @@ class TestFairScaleTraining(AdapterSuite):
             by_rank = world.run(train_checkpointed, rings, recipe, what)
             check_ranks(by_rank, train_alone(rings, "zigzag", recipe), tolerance)
 
-    def test_the_hops_of_activation_checkpointing(self, world: World) -> None:
+    @on_every_rank
+    def test_the_hops_of_activation_checkpointing(self) -> None:
         """FairScale repeats the hops of the forward, unless ``remember_attention`` keeps the results."""
-        plain, twice, kept = (world.run(count_checkpointed, how) for how in ("plain", "fairscale", "remembered"))
-        for rank, (wanted, forward, messages) in enumerate(plain):
-            for way in (twice, kept):
-                for grad, right in zip(way[rank][0], wanted, strict=True):
-                    torch.testing.assert_close(grad, right, rtol=0, atol=1e-12)
-            assert kept[rank][1:] == (forward, messages)
-            assert twice[rank][1:] == (forward, messages + forward)
-            assert forward > 0
+        wanted, forward, messages = count_checkpointed("plain")
+        assert forward > 0
+        for how, more in (("fairscale", forward), ("remembered", 0)):
+            grads, *sent = count_checkpointed(how)
+            torch.testing.assert_close(grads, wanted, rtol=0, atol=1e-12)
+            assert sent == [forward, messages + more], (how, sent, forward, messages)
 
     def test_parameter_groups_keep_their_options(self, world: World) -> None:
         recipe = GroupedRecipe(rate=0.01, steps=3)
@@ -246,23 +175,30 @@ class TestFairScaleTraining(AdapterSuite):
         check_ranks(by_rank, train_alone(TWO, "zigzag", recipe), 1e-10)
 
     @pytest.mark.parametrize("name", OPTIMIZERS)
-    def test_optimizers_are_rebuilt(self, world: World, name: str) -> None:
-        model = three_layers()
-        optimizer = getattr(torch.optim, name)(model.parameters(), **OPTIMIZERS[name])
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.ones(2, 5)).square().sum().backward()
-            optimizer.step()
-        for made_by, parameters in world.run(parameters_after_two_steps, name):
-            assert made_by == name
-            for got, wanted in zip(parameters, model.parameters(), strict=True):
-                torch.testing.assert_close(got, wanted.detach(), rtol=1e-5, atol=1e-6)
+    @on_every_rank
+    def test_optimizers_are_rebuilt(self, name: str) -> None:
+        def make(parameters: Any) -> Any:
+            return getattr(torch.optim, name)(parameters, **OPTIMIZERS[name])
 
-    def test_optimizers_that_cannot_be_rebuilt_are_refused(self, world: World) -> None:
-        for endings in world.run(optimizers_that_cannot_be_sharded):
-            endings["an argument lost"].check(ValueError, "takes slowness")
-            endings["no optimizer"].check(TypeError)
-            endings["two dtypes"].check(ValueError, "torch.bfloat16 and torch.float32")
+        state, alone = self.parallelize(three_layers(), make, self.ring()), three_layers()
+        optimizer = make(alone.parameters())
+        for _ in range(2):
+            state.backward(state.loss(state.model(torch.ones(2, 5)).square().sum(), 1))
+            state.step()
+            optimizer.zero_grad()
+            alone(torch.ones(2, 5)).square().sum().backward()
+            optimizer.step()
+        made_by = type(state.optimizer.optim).__name__
+        assert made_by == name, made_by
+        torch.testing.assert_close(state.full_state_dict(), dict(alone.state_dict()), rtol=1e-5, atol=1e-6)
+
+    @on_every_rank
+    def test_optimizers_that_cannot_be_rebuilt_are_refused(self) -> None:
+        ring, mixed = self.ring(), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).bfloat16())
+        lossy = ending(self.parallelize, make_optimizer=lambda parameters: LossySGD(parameters, 0.1, 3.0), ring=ring)
+        lossy.check(ValueError, "takes slowness")
+        ending(self.parallelize, make_optimizer=lambda parameters: "SGD", ring=ring).check(TypeError)
+        ending(self.parallelize, mixed, ring=ring).check(ValueError, "torch.bfloat16 and torch.float32")
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -272,30 +208,54 @@ class TestFairScaleTraining(AdapterSuite):
             ({"bucket_cap_mb": 25}, "bucket_cap_mb"),
         ],
     )
-    def test_unknown_options_are_refused(self, world: World, options: dict[str, Any], message: str) -> None:
-        for ended in world.run(parallelize_with, options):
-            ended.check(ValueError, message)
+    @on_every_rank
+    def test_unknown_options_are_refused(self, options: dict[str, Any], message: str) -> None:
+        ending(self.parallelize, ring=self.ring(), **options).check(ValueError, message)
 
-    def test_a_reducer_that_lets_replicas_drift_is_refused(self, world: World) -> None:
-        for both, *one in world.run(parallelize_over_data_alone):
-            both.check(RuntimeError, "drift")
-            for ended in one:
-                ended.check(ValueError, "group and process_group differ")
+    @on_every_rank
+    def test_a_reducer_that_lets_replicas_drift_is_refused(self) -> None:
+        """OSS and ShardedDataParallel get the data group, or only one of them gets it."""
+        group = [dist.new_group([0, 2]), dist.new_group([1, 3])][self.ring(TWO).rank]
+        ending(self.parallelize, group=group, process_group=group).check(RuntimeError, "drift")
+        for option in ("group", "process_group"):
+            ending(self.parallelize, **{option: group}).check(ValueError, "group and process_group differ")
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-    def test_clipping_where_some_ranks_own_no_parameter(self, world: World, dtype: torch.dtype) -> None:
-        for clipped, whole in world.run(clip_one_parameter, dtype):
-            assert clipped == pytest.approx(0.5, rel=1e-2 if dtype == torch.bfloat16 else 1e-5)
-            assert whole == pytest.approx(3.0)
+    @pytest.mark.parametrize(("max_grad_norm", "moved"), [(0.5, 0.5), (100.0, 3.0)], ids=["clipped", "whole"])
+    @on_every_rank
+    def test_clipping_where_some_ranks_own_no_parameter(
+        self, dtype: torch.dtype, max_grad_norm: float, moved: float
+    ) -> None:
+        state = self.parallelize(OneParameter().to(dtype), ring=self.ring(), max_grad_norm=max_grad_norm)
+        state.backward(state.loss(state.model(torch.tensor([3.0], dtype=dtype)).sum(), 1))
+        state.step()
+        rtol = 1e-6 if moved == 3.0 else 1e-2 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(-weight_of(state), moved, rtol=rtol, atol=0)
 
-    @pytest.mark.parametrize("call", [backward_in_eval_mode, step_early_in_eval_mode])
-    def test_a_reduction_in_eval_mode_is_refused(self, world: World, call: Callable[[], Ended]) -> None:
-        for ended in world.run(call):
-            ended.check(RuntimeError, "eval mode")
+    @pytest.mark.parametrize("accumulation_steps", [1, 2], ids=["backward", "early step"])
+    @on_every_rank
+    def test_a_reduction_in_eval_mode_is_refused(self, accumulation_steps: int) -> None:
+        recipe = Recipe(dtype=torch.float32, accumulation_steps=accumulation_steps)
+        trainer = Trainer(ADAPTER, TWO, "contiguous", recipe, {})
+        tokens, labels = trainer.micro_batches(0)[0]
+        if accumulation_steps == 1:
+            trainer.state.model.eval()
+            ended = ending(lambda: trainer.state.backward(trainer.loss(tokens, labels, 20)))
+        else:
+            trainer.state.backward(trainer.loss(tokens, labels, 20))
+            trainer.state.model.eval()
+            ended = ending(trainer.state.step)
+        ended.check(RuntimeError, "eval mode")
 
-    def test_a_parameter_that_a_rank_does_not_use(self, world: World) -> None:
-        for moved, wanted in world.run(unused_on_some_ranks):
-            assert moved == pytest.approx(wanted)
+    @on_every_rank
+    def test_a_parameter_that_a_rank_does_not_use(self) -> None:
+        """Rank 0 uses only the first of two parameters."""
+        model = _Branching(nn.ModuleList([OneParameter(), OneParameter()]))
+        state = self.parallelize(model, ring=self.ring(), reduce_buffer_size=0)
+        state.backward(state.model(torch.tensor([1.0])).sum())
+        state.step()
+        moved = torch.cat(list(state.full_state_dict().values()))
+        torch.testing.assert_close(moved, torch.tensor([-1.0, -3 / 4]))
 
     def test_plain_torch_loads_the_checkpoint(self, world: World, tmp_path: Path) -> None:
         """A single process without FairScale resumes from it."""
@@ -316,5 +276,4 @@ class TestFairScaleTraining(AdapterSuite):
 
         recipe = FromCheckpoint(optimizer="adam", rate=0.02, steps=1)
         states = train_alone(TWO, "contiguous", recipe, loaded, first_step=1)
-        for name, tensor in states[-1].items():
-            torch.testing.assert_close(wanted[name], tensor, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(wanted, states[-1], rtol=1e-9, atol=1e-9)

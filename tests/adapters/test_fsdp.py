@@ -23,21 +23,19 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from ring_backends.activation_checkpointing import keep_attention
 from ring_backends.errors import RingMismatchError
 from ring_backends.testing.compiled import Graphs
-from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.failing_calls import ending
 from ring_backends.testing.marks import matrix_but
-from ring_backends.testing.models import Block, BlocksOfExperts, Experts, unit_sgd
-from ring_backends.testing.rings import FOUR, TWO, ring_here
+from ring_backends.testing.models import Block, BlocksOfExperts, Experts
+from ring_backends.testing.rings import FOUR, TWO
 from ring_backends.testing.suite import AdapterTests, AllTrainingTests
 from ring_backends.testing.training import renew_closed_worlds
 from ring_backends.testing.training_runs import Recipe, State, Trainer, check_moves, check_ranks, train, train_alone
 from ring_backends.testing.unequal_ranks import BF16, MICRO_BATCHES, WIDTHS, WINDOWS, check_experts, train_experts
-from ring_backends.testing.world import World
+from ring_backends.testing.world import World, on_every_rank
 
 pytest.importorskip("numpy")  # the adapter needs NumPy
 
-from fsdp_cases import ADAPTER, COPIES, STRATEGIES
-
-from ring_backends.adapters import fsdp
+from fsdp_cases import ADAPTER, COPIES, STRATEGIES, parallelize
 
 
 @pytest.fixture(autouse=True)
@@ -98,20 +96,17 @@ def test_ranks_that_call_different_blocks_are_reported(world: World, strategy: s
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ranks_whose_losses_depend_on_different_blocks_are_reported(world: World, strategy: str) -> None:
+@on_every_rank
+def test_ranks_whose_losses_depend_on_different_blocks_are_reported(strategy: str) -> None:
     """All ranks call all blocks. One rank detaches the output of a block."""
-    for outcome in world.run_collect(cut_a_gradient_off, strategy):
-        outcome.check(RingMismatchError)
-        message = r"behind the loss \(rank 0: .*blocks\.0'\], rank 1: .*blocks\.1'\], rank 2: .*blocks\.0'\]"
-        assert re.search(message, outcome.message), outcome
-        assert "add 0 * output" in outcome.message, outcome
-
-
-def cut_a_gradient_off(strategy: str) -> None:
-    state = fsdp.parallelize(BlocksOfExperts((4, 4)), unit_sgd, ring_here(ADAPTER, FOUR), strategy=strategy)
+    state = parallelize({"strategy": strategy}, BlocksOfExperts((4, 4)))
     if dist.get_rank() == 1:
         state.model.get_submodule("blocks.0").register_forward_hook(lambda module, inputs, out: out.detach())
-    state.backward(state.loss(state.model(torch.ones(2, 5, 4), 0).sum(), 10))
+    loss = state.loss(state.model(torch.ones(2, 5, 4), 0).sum(), 10)
+    ended = ending(state.backward, loss)
+    ended.check(RingMismatchError, "add 0 * output")
+    message = r"behind the loss \(rank 0: .*blocks\.0'\], rank 1: .*blocks\.1'\], rank 2: .*blocks\.0'\]"
+    assert re.search(message, ended.message), ended
 
 
 def train_compiled(recipe: Recipe, strategy: str) -> tuple[list[State], list[Counter[str]]]:
@@ -160,9 +155,10 @@ def rename(state: State) -> State:
     return {name.replace("_checkpoint_wrapped_module.", ""): tensor for name, tensor in state.items()}
 
 
-def evaluate_by_fsdp1() -> tuple[list[State], list[Ended]]:
-    """Evaluate before each step, then after one and two micro-batches. Returns the states, and how the latter ended."""
-    recipe = Recipe(dtype=torch.float32, accumulation_steps=2, rate=0.02)
+@on_every_rank
+def test_fsdp1_evaluates_only_between_steps() -> None:
+    """Evaluate before each step, then after one and two micro-batches."""
+    recipe = Recipe(dtype=torch.float32, accumulation_steps=2, rate=0.02, steps=2)
     trainer = Trainer(ADAPTER, TWO, "zigzag", recipe, {"strategy": "fsdp1"})
     tokens, labels = trainer.micro_batches(0)[0]
 
@@ -175,20 +171,10 @@ def evaluate_by_fsdp1() -> tuple[list[State], list[Ended]]:
         evaluate()
         trainer.step(step)
         states.append(trainer.state.full_state_dict())
-    endings = []
-    for _ in range(2):
+    check_moves(states, train_alone(TWO, "zigzag", recipe), 1e-5, "fsdp1")
+    for number in (1, 2):
         trainer.state.backward(trainer.loss(tokens, labels, 1))
-        endings.append(ending(evaluate))
-    return states, endings
-
-
-def test_fsdp1_evaluates_only_between_steps(world: World) -> None:
-    recipe = Recipe(dtype=torch.float32, accumulation_steps=2, rate=0.02, steps=2)
-    wanted = train_alone(TWO, "zigzag", recipe)
-    for states, endings in world.run(evaluate_by_fsdp1):
-        check_moves(states, wanted, 1e-5, "fsdp1")
-        for number, ended in enumerate(endings, 1):
-            ended.check(RuntimeError, f"after {number} backward calls")
+        ending(evaluate).check(RuntimeError, f"after {number} backward calls")
 
 
 @pytest.mark.matrix(reason="starts a process that imports the framework")

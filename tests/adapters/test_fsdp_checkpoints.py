@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.failing_calls import ending
 from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.models import OneParameter, unit_sgd
 from ring_backends.testing.rings import FOUR, TWO, ring_here, ring_of
-from ring_backends.testing.training_checkpoints import Stretch, five_steps, load_and_resume
-from ring_backends.testing.training_runs import Recipe, Trainer
-from ring_backends.testing.world import World
+from ring_backends.testing.training_checkpoints import ADAM, Stretch, five_steps, load_and_resume
+from ring_backends.testing.training_runs import Trainer
+from ring_backends.testing.world import World, on_every_rank
 
 pytest.importorskip("numpy")  # the adapter needs NumPy
 
@@ -59,9 +58,6 @@ def save_after_two_steps(path: str, strategy: str) -> Stretch:
     return five_steps(trainer)
 
 
-ADAM = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)
-
-
 @pytest.mark.matrix(reason="another strategy")
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [("fsdp2", "fsdp1"), ("fsdp1", "hsdp")])
 def test_another_strategy_loads_the_checkpoint(world: World, tmp_path: Path, saved_by: str, loaded_by: str) -> None:
@@ -86,10 +82,10 @@ class PartlyUsed(nn.Module):
         return moved
 
 
-def save_and_load_partly_used(path: str, strategy: Strategy) -> tuple[list[float], list[float]]:
-    """The used layer after each step that follows a checkpoint, and in a run that loads the checkpoint."""
-    ring = ring_of(ADAPTER, FOUR)
-
+@pytest.mark.matrix(reason="the suite tests fsdp2 and used parameters")
+@every_strategy
+@on_every_rank
+def test_training_resumes_with_an_unused_parameter(tmp_path: Path, strategy: Strategy) -> None:
     def go_on(state: Any, steps: int) -> list[float]:
         values = []
         for _ in range(steps):
@@ -98,66 +94,52 @@ def save_and_load_partly_used(path: str, strategy: Strategy) -> tuple[list[float
             values.append(float(state.full_state_dict()["used.weight"].sum()))
         return values
 
-    states = [
-        fsdp.parallelize(PartlyUsed(), lambda x: torch.optim.AdamW(x, lr=0.1), ring, strategy=strategy)
-        for _ in range(2)
-    ]
-    go_on(states[0], 2)
-    states[0].save(path)
-    states[1].load(path)
-    return go_on(states[0], 3), go_on(states[1], 3)
+    def adamw(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.1)
+
+    ring, path = ring_of(ADAPTER, FOUR), tmp_path / "checkpoint"
+    first, second = (fsdp.parallelize(PartlyUsed(), adamw, ring, strategy=strategy) for _ in range(2))
+    go_on(first, 2)
+    first.save(path)
+    second.load(path)
+    torch.testing.assert_close(go_on(second, 3), go_on(first, 3), rtol=0, atol=0)
 
 
-@pytest.mark.matrix(reason="the suite tests fsdp2 and used parameters")
-@every_strategy
-def test_training_resumes_with_an_unused_parameter(world: World, tmp_path: Path, strategy: Strategy) -> None:
-    for wanted, resumed in world.run(save_and_load_partly_used, str(tmp_path / "checkpoint"), strategy):
-        assert resumed == wanted
-
-
-def save_over(path: str, leftover: str) -> list[str]:
-    """Save over another file or the remains of an interrupted save. Returns the files in the folder afterwards."""
+@pytest.mark.parametrize("leftover", matrix_but(".unfinished", of=("file", ".replaced", ".unfinished")))
+@on_every_rank
+def test_saving_over_leftovers(tmp_path: Path, leftover: str) -> None:
+    """Save over another file or the remains of an interrupted save."""
+    path = tmp_path / "checkpoint"
     if dist.get_rank() == 0:
         if leftover == "file":
-            Path(path).write_text("a checkpoint of another kind")
+            path.write_text("a checkpoint of another kind")
         else:
-            (Path(path + leftover) / "inside").mkdir(parents=True)
-            Path(path + leftover, MANIFEST).touch()
+            folder = path.with_suffix(leftover)
+            (folder / "inside").mkdir(parents=True)
+            (folder / MANIFEST).touch()
     dist.barrier()
     trainer = Trainer(ADAPTER, FOUR, "zigzag", ADAM, {})
     trainer.state.save(path)
     trainer.state.load(path)
     trainer.state.save(path)
-    return sorted(entry.name for entry in Path(path).parent.iterdir())
+    found = sorted(entry.name for entry in tmp_path.iterdir())
+    assert found == ["checkpoint"], found
 
 
-@pytest.mark.parametrize("leftover", matrix_but(".unfinished", of=("file", ".replaced", ".unfinished")))
-def test_saving_over_leftovers(world: World, tmp_path: Path, leftover: str) -> None:
-    assert world.run(save_over, str(tmp_path / "checkpoint"), leftover) == [["checkpoint"]] * 4
-
-
-def load_other_files(foreign: str, unwritable: str) -> list[Ended]:
+@on_every_rank
+def test_other_files_are_refused_as_checkpoints(tmp_path: Path) -> None:
     trainer = Trainer(ADAPTER, FOUR, "zigzag", ADAM, {})
     other = Trainer(ADAPTER, FOUR, "zigzag", replace(ADAM, model="odd"), {})
-    other.state.save(foreign)
-    return [ending(partial(trainer.state.load, foreign)), ending(partial(trainer.state.save, unwritable))]
-
-
-def test_other_files_are_refused_as_checkpoints(world: World, tmp_path: Path) -> None:
+    other.state.save(tmp_path / "foreign")
+    ending(trainer.state.load, tmp_path / "foreign").check(ValueError, "another model, without blocks.0")
     (tmp_path / "file").touch()
-    paths = [str(tmp_path / name) for name in ("foreign", "file/checkpoint")]
-    for foreign, unwritable in world.run(load_other_files, *paths):
-        foreign.check(ValueError, "another model, without blocks.0")
-        assert unwritable.error != "no error"
-
-
-def save_before_the_first_step(path: str) -> tuple[list[float], list[float]]:
-    trainer = Trainer(ADAPTER, TWO, "zigzag", ADAM, {})
-    trainer.state.save(path)
-    return five_steps(trainer).losses, load_and_resume(ADAPTER, TWO, replace(ADAM, seed=9), path, {}).losses
+    ending(trainer.state.save, tmp_path / "file" / "checkpoint").check(Exception)
 
 
 @pytest.mark.matrix(reason="a rare state")
-def test_a_checkpoint_from_before_the_first_step(world: World, tmp_path: Path) -> None:
-    for uninterrupted, resumed in world.run(save_before_the_first_step, str(tmp_path / "checkpoint")):
-        assert resumed == uninterrupted
+@on_every_rank
+def test_a_checkpoint_from_before_the_first_step(tmp_path: Path) -> None:
+    path, trainer = str(tmp_path / "checkpoint"), Trainer(ADAPTER, TWO, "zigzag", ADAM, {})
+    trainer.state.save(path)
+    resumed = load_and_resume(ADAPTER, TWO, replace(ADAM, seed=9), path, {}).losses
+    torch.testing.assert_close(resumed, five_steps(trainer).losses, rtol=0, atol=0)

@@ -23,7 +23,7 @@ from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.models import unit_sgd
 from ring_backends.testing.rings import FOUR, TWO, ring_here
 from ring_backends.testing.suite import AdapterTests
-from ring_backends.testing.training_steps import train_with_hooks
+from ring_backends.testing.training_steps import check_hooks
 from ring_backends.testing.unequal_ranks import WIDTHS, WINDOWS, check_experts, train_experts
 from ring_backends.testing.world import World
 
@@ -40,8 +40,7 @@ def test_unused_parameters_after_an_early_step_with_find_unused_parameters(world
 
 
 def test_hooks_of_parameters_run_once(world: World) -> None:
-    for moved in world.run(train_with_hooks, TestNative.adapter, {}):
-        assert moved == pytest.approx(12.0)
+    world.run(check_hooks, TestNative.adapter, {})
 
 
 class SparseTable(nn.Module):
@@ -135,7 +134,7 @@ def attend_through_host(name: str) -> RankResult | None:
     case = replace(EDGE_CASES[name], batch=3)
     through_host_memory = mock.patch.object(transfer, "needs_host", return_value=True)
     with through_host_memory, pytest.warns(UserWarning, match="go over gloo, through host memory"):
-        return run_case_here(TestNative.adapter, FOUR, "zigzag", case, True, "cpu")
+        return run_case_here(TestNative.adapter, FOUR, "zigzag", case)
 
 
 def open_connections_as_over_nccl() -> tuple[list[str], list[float]]:
@@ -175,7 +174,7 @@ def test_attention_through_host_memory(world):
     for name in ("grouped queries", "random keys ignored"):
         case = replace(EDGE_CASES[name], batch=3)
         answers = world.run(attend_through_host, name)
-        assert all(answer.forward_bytes > 0 for answer in answers)
+        assert all(answer.forward[0] > 0 for answer in answers)
         got = whole([answer.results for answer in answers], case.seq_len, "zigzag")
         check_results(got, expected(case), 1e-10, case)
 

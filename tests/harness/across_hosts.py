@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ring_backends.errors import RingPeerError
 from ring_backends.registry import adapter_modules
 from ring_backends.testing.calls import FP64_TOLERANCE, Results, check_results, difference, expected, local_call, whole
 from ring_backends.testing.capabilities import AdapterSuite, requires
-from ring_backends.testing.failing_calls import SMALL_CASE, ending
+from ring_backends.testing.failing_calls import SMALL_CASE, Ended, ending
 from ring_backends.testing.faults import BOUND
 from ring_backends.testing.hosts import Hosts, NoHostsError
 from ring_backends.testing.rings import backend
@@ -52,8 +54,17 @@ NETWORKS: dict[str, dict[str, Any]] = {
 """Arguments of :meth:`Hosts.disturb`."""
 
 
+class Report(NamedTuple):
+    """How the calls of a rank ended, and how it left; whether the last results equal the first; and these."""
+
+    ended: Ended
+    left: Ended
+    is_equal: bool
+    results: Results
+
+
 def make_calls(adapter: str, folder: Path, timeout: float, case: AttentionCase, max_calls: int) -> None:
-    """Run the rank that the variables of torchrun name. Its report is written to ``folder/RANK.json``."""
+    """Run the rank that the variables of torchrun name. Its report is written to ``folder/RANK.pickle``."""
     torch.set_num_threads(1)
     module, rank = backend(adapter), int(os.environ["RANK"])
     # On a busy machine, the first call of a process takes seconds. Its ring has a long timeout.
@@ -68,10 +79,8 @@ def make_calls(adapter: str, folder: Path, timeout: float, case: AttentionCase, 
         (folder / f"{rank}.progress").write_text(str(number + 1))
     first, last = made[0].computed(), made[-1].computed()
     equal = first.keys() == last.keys() and all(difference(last[name], first[name]) == 0 for name in first)
-    torch.save(tuple(made[0]), folder / f"{rank}.pt")
-    left = ending(dist.destroy_process_group)
-    report = {"ended": asdict(ended), "left": asdict(left), "equal": equal}
-    (folder / f"{rank}.json").write_text(json.dumps(report))
+    report = Report(ended, ending(dist.destroy_process_group), equal, made[0])
+    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(report))
 
 
 class Ranks:
@@ -109,24 +118,19 @@ class Ranks:
         except FileNotFoundError:
             return 0
 
-    def report(self, rank: int, deadline: float) -> dict[str, Any]:
+    def report(self, rank: int, deadline: float) -> Report:
         """The report of a rank. It has to end before the monotonic clock shows ``deadline``."""
         process = self.processes[rank]
         process.join(max(0.1, deadline - time.monotonic()))
         assert not process.is_alive(), f"rank {rank} did not end in time\n{self.output()}"
         assert process.exitcode == 0, self.output()
-        report: dict[str, Any] = json.loads((self.folder / f"{rank}.json").read_text())
+        report: Report = pickle.loads((self.folder / f"{rank}.pickle").read_bytes())
+        assert report.left.error == "no error", report
         return report
 
-    def results(self) -> Results:
-        """The results of the first call of all ranks."""
-        parts = [Results(*torch.load(self.folder / f"{rank}.pt")) for rank in range(self.size)]
-        length = sum(part.out.shape[1] for part in parts)
-        return whole(parts, length, "contiguous")
-
     def output(self) -> str:
-        """The output and reports of all ranks."""
-        files = [self.folder / f"{rank}.{kind}" for rank in range(self.size) for kind in ("log", "json")]
+        """The output of all ranks."""
+        files = [self.folder / f"{rank}.log" for rank in range(self.size)]
         return "\n".join(f"--- {file.name}:\n{file.read_text()}" for file in files if file.exists())
 
 
@@ -151,12 +155,12 @@ class HostTests(AdapterSuite):
     def test_calls_over_any_network(self, hosts: Hosts, num_hosts: int, network: str, tmp_path: Path) -> None:
         hosts.disturb(**NETWORKS[network])
         ranks = Ranks(hosts, self.adapter, tmp_path, timeout=60)
-        for rank in range(num_hosts):
-            report = ranks.report(rank, time.monotonic() + PATIENCE)
-            assert report["ended"]["error"] == "no error", report
-            assert report["left"]["error"] == "no error", report
-            assert report["equal"]
-        check_results(ranks.results(), expected(SMALL_CASE), FP64_TOLERANCE)
+        reports = [ranks.report(rank, time.monotonic() + PATIENCE) for rank in range(num_hosts)]
+        for report in reports:
+            assert report.ended.error == "no error", report
+            assert report.is_equal
+        results = whole([report.results for report in reports], SMALL_CASE.seq_len, "contiguous")
+        check_results(results, expected(SMALL_CASE), FP64_TOLERANCE)
 
     @requires("a lost rank")
     @_on_hosts
@@ -179,13 +183,10 @@ class HostTests(AdapterSuite):
             if rank == lost and how == "it disappears":
                 continue
             report = ranks.report(rank, at + PATIENCE)
-            ended = report["ended"]
-            assert "RingPeerError" in ended["bases"], report
-            assert ended["seconds"] < TIMEOUT + BOUND, report
+            report.ended.check(RingPeerError, within=TIMEOUT + BOUND)
             pattern = rf"rank {rank} waited in step \d+ of (forward|backward)"
-            assert re.search(pattern, ended["message"]), report
-            assert report["left"]["error"] == "no error", report
-            assert report["left"]["seconds"] < BOUND, report
+            assert re.search(pattern, report.ended.message), report
+            assert report.left.seconds < BOUND, report
 
     @requires("training")
     @_on_hosts

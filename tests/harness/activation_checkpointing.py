@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,12 +18,13 @@ from torch.utils.checkpoint import (
 
 from ring_backends.activation_checkpointing import attention_operators, keep_attention, remember_attention
 from ring_backends.schedule.layout import LayoutKind
-from ring_backends.testing.calls import Results, call_here, check_results
+from ring_backends.testing.calls import LocalCall
 from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.compiled import Graphs
-from ring_backends.testing.gradients import CASE
-from ring_backends.testing.rings import FOUR, RingSpec, every_size_and_layout, ring_here
-from ring_backends.testing.world import World
+from ring_backends.testing.correctness import CASE
+from ring_backends.testing.failing_calls import ending
+from ring_backends.testing.rings import RingSpec, every_size_and_layout, ring_here
+from ring_backends.testing.world import on_every_rank
 
 Region = Callable[..., Any]
 Run = Callable[..., Any]
@@ -67,157 +67,111 @@ ALSO_KEEPING: dict[str, Run] = {
 WAYS: dict[str, Run] = {"plain": lambda region, *inputs: region(*inputs), **RECOMPUTING, **KEEPING, **ALSO_KEEPING}
 
 
-@dataclass(frozen=True)
-class Checkpointed:
-    """The results of a region, and (messages, bytes) sent by its forward and by forward and backward together."""
-
-    results: Results
-    forward: tuple[int, int]
-    whole: tuple[int, int]
+Sent = tuple[int, int]
+"""Numbers of messages and bytes."""
 
 
-def checkpointed(adapter: str, rings: RingSpec, layout: LayoutKind, how: str) -> Checkpointed | None:
-    """Run a checkpointed region with two calls of attention."""
-    if ring_here(adapter, rings) is None:
-        return None
-    call = call_here(adapter, CASE, rings, layout)
+def run(call: LocalCall, region: Region, way: Run) -> tuple[list[Tensor], Sent, Sent]:
+    """The outputs and gradients of a region, and what its forward sent, and forward and backward together."""
     traffic = call.attention.ring.traffic
+    traffic.reset()
+    for x in call.inputs:
+        x.grad = None
+    outs = way(region, *call.inputs)
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    forward = traffic.messages, traffic.bytes
+    outs[0].backward(call.grad_out)
+    grads = [x.grad for x in call.inputs if x.grad is not None]
+    return [*(out.detach() for out in outs), *grads], forward, (traffic.messages, traffic.bytes)
+
+
+def check(call: LocalCall, region: Region, way: Run, repeats: bool, tolerance: float = 1e-12) -> None:
+    """Compare a region with and without checkpointing. If it ``repeats``, backward sends the messages of forward."""
+    wanted, forward, whole = run(call, region, WAYS["plain"])
+    got, *sent = run(call, region, way)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance)
+    if repeats:
+        whole = whole[0] + forward[0], whole[1] + forward[1]
+    assert sent == [forward, whole], (sent, forward, whole)
+    ring = call.attention.ring  # causal attention on contiguous shards: the last of several ranks sends nothing
+    assert (forward[0] > 0) == (ring.size > 1) or ring.rank == ring.size - 1 > 0, forward
+
+
+def check_two_calls(call: LocalCall, how: str) -> None:
+    """Check a region with two calls of attention."""
 
     def region(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         first = call.attention(query.sin(), key, value, **call.options)
         out, lse = call.attention(first.sin(), key, value, return_lse=True, **call.options)
         return out + first, lse
 
-    traffic.reset()
-    out, lse = WAYS[how](region, *call.inputs)
-    forward = traffic.messages, traffic.bytes
-    out.backward(call.grad_out)
-    results = Results(out.detach(), lse.detach(), *(tensor.grad for tensor in call.inputs))
-    return Checkpointed(results, forward, (traffic.messages, traffic.bytes))
-
-
-@dataclass(frozen=True)
-class Compared:
-    """Gradients and sent messages of regions with and without checkpointing."""
-
-    gradients: list[Tensor]
-    messages: int
-    plain_gradients: list[Tensor]
-    plain_messages: int
-
-
-def regions_in_any_order(adapter: str, how: str) -> Compared:
-    """Run three regions, and their backwards in another order, with and without checkpointing."""
-    call = call_here(adapter, CASE)
-    traffic = call.attention.ring.traffic
-    found: list[Any] = []
-    for way in (how, "plain"):
-        traffic.reset()
-        inputs = [[x.detach().clone().requires_grad_() for x in call.inputs] for _ in range(3)]
-        outs = [
-            WAYS[way](partial(call.attention, **call.options), query * (index + 1), key, value)
-            for index, (query, key, value) in enumerate(inputs)
-        ]
-        for index in (1, 2, 0):
-            outs[index].backward(call.grad_out)
-        found += [x.grad for tensors in inputs for x in tensors], traffic.messages
-    return Compared(*found)
-
-
-def nested(adapter: str) -> Compared:
-    """Run a region with a checkpoint within another one, and without checkpointing."""
-    call = call_here(adapter, CASE)
-    traffic, region = call.attention.ring.traffic, partial(call.attention, **call.options)
-    found: list[Any] = []
-    for run in (partial(_kept, partial(_kept, region)), region):
-        traffic.reset()
-        found += call.gradients(run(*call.inputs)), traffic.messages
-    return Compared(*found)
-
-
-def backward_again(adapter: str, how: str) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """The gradients after the first backward of a region, and after the second."""
-    call = call_here(adapter, CASE)
-    out = WAYS[how](partial(call.attention, **call.options), *call.inputs)
-    out.backward(call.grad_out, retain_graph=True)
-    once = [None if x.grad is None else x.grad.clone() for x in call.inputs]
-    out.backward(call.grad_out)
-    return once, [x.grad for x in call.inputs]
-
-
-def compiled(adapter: str, how: str) -> tuple[Compared, list[Any], int]:
-    """Compare a compiled region with an eager one.
-
-    Returns:
-        The comparison, the operators of the graphs, and the messages of the eager forward.
-    """
-    torch.compiler.reset()
-    call, graphs = call_here(adapter, CASE), Graphs()
-    traffic = call.attention.ring.traffic
-
-    def region(query: Tensor, key: Tensor, value: Tensor) -> Any:
-        return call.attention(query.sin(), key, value, **call.options).sin()
-
-    traffic.reset()
-    out = region(*call.inputs)
-    forward = traffic.messages
-    plain = call.gradients(out), traffic.messages
-    traffic.reset()
-    checkpointed_region = torch.compile(partial(WAYS[how], region), fullgraph=True, backend=graphs.backend)
-    grads = call.gradients(checkpointed_region(*call.inputs))
-    return Compared(grads, traffic.messages, *plain), graphs.operators(), forward
-
-
-def _check(compared: Compared, more_messages: int = 0) -> None:
-    torch.testing.assert_close(compared.gradients, compared.plain_gradients, rtol=0, atol=1e-12)
-    assert compared.messages == compared.plain_messages + more_messages
-
-
-def check_checkpointed(world: World, adapter: str, rings: RingSpec, layout: LayoutKind, how: str) -> None:
-    """Recomputation repeats the messages of the forward. Kept attention sends as much as without checkpointing."""
-    plain = world.run(checkpointed, adapter, rings, layout, "plain")
-    again = world.run(checkpointed, adapter, rings, layout, how)
-    for rank, (got, wanted) in enumerate(zip(again, plain, strict=True)):
-        if rings.place(rank) is None:
-            continue
-        check_results(got.results, wanted.results, 1e-13, f"rank {rank}")
-        times = 1 if how in RECOMPUTING else 0
-        sent = tuple(both + times * of_forward for both, of_forward in zip(wanted.whole, wanted.forward, strict=True))
-        assert got.whole == sent, f"rank {rank}"
-        assert got.forward == wanted.forward
-    assert any(wanted.forward[0] for wanted in plain if wanted is not None) == (rings.size > 1)
+    check(call, region, WAYS[how], how in RECOMPUTING, 1e-13)
 
 
 @core
 class ActivationCheckpointTests(AdapterSuite):
     @pytest.mark.parametrize("how", [*RECOMPUTING, *KEEPING])
     @every_size_and_layout
-    def test_activation_checkpointing(self, world: World, rings: RingSpec, layout: LayoutKind, how: str) -> None:
-        check_checkpointed(world, self.adapter, rings, layout, how)
+    @on_every_rank
+    def test_activation_checkpointing(self, rings: RingSpec, layout: LayoutKind, how: str) -> None:
+        if ring_here(self.adapter, rings) is not None:
+            check_two_calls(self.call(CASE, rings, layout), how)
 
     @pytest.mark.parametrize("how", ALSO_KEEPING)
-    def test_other_ways_to_keep_attention(self, world: World, how: str) -> None:
-        check_checkpointed(world, self.adapter, FOUR, "contiguous", how)
+    @on_every_rank
+    def test_other_ways_to_keep_attention(self, how: str) -> None:
+        check_two_calls(self.call(CASE), how)
 
     @pytest.mark.parametrize("how", ["kept", "remembered"])
-    def test_kept_attention_with_backwards_in_any_order(self, world: World, how: str) -> None:
-        for compared in world.run(regions_in_any_order, self.adapter, how):
-            _check(compared)
+    @on_every_rank
+    def test_kept_attention_with_backwards_in_any_order(self, how: str) -> None:
+        """Three regions, and their backwards in another order."""
+        call, found = self.call(CASE), []
+        traffic = call.attention.ring.traffic
+        for way in (how, "plain"):
+            traffic.reset()
+            inputs = [[x.detach().clone().requires_grad_() for x in call.inputs] for _ in range(3)]
+            outs = [
+                WAYS[way](partial(call.attention, **call.options), query * (index + 1), key, value)
+                for index, (query, key, value) in enumerate(inputs)
+            ]
+            for index in (1, 2, 0):
+                outs[index].backward(call.grad_out)
+            found.append(([x.grad for tensors in inputs for x in tensors], traffic.messages))
+        torch.testing.assert_close(*found, rtol=0, atol=1e-12)
 
-    def test_kept_attention_in_a_checkpoint_within_another(self, world: World) -> None:
+    @on_every_rank
+    def test_kept_attention_in_a_checkpoint_within_another(self) -> None:
         """The recomputation of the outer region does not consume the results that the inner region keeps."""
-        for compared in world.run(nested, self.adapter):
-            _check(compared)
+        call = self.call(CASE)
+        region = partial(call.attention, **call.options)
+        check(call, region, lambda region, *inputs: _kept(partial(_kept, region), *inputs), repeats=False)
 
-    def test_kept_attention_is_for_one_backward(self, world: World) -> None:
-        for once, twice in world.run(backward_again, self.adapter, "remembered"):
-            torch.testing.assert_close(twice, [2 * x for x in once], rtol=0, atol=1e-12)
-        for outcome in world.run_collect(backward_again, self.adapter, "kept"):
-            outcome.check(RuntimeError, "backward")
+    @pytest.mark.parametrize("how", ["kept", "remembered"])
+    @on_every_rank
+    def test_kept_attention_is_for_one_backward(self, how: str) -> None:
+        call = self.call(CASE)
+        out = WAYS[how](partial(call.attention, **call.options), *call.inputs)
+        out.backward(call.grad_out, retain_graph=True)
+        twice = [2 * x.grad for x in call.inputs if x.grad is not None]
+        again = ending(lambda: out.backward(call.grad_out))
+        if how == "kept":
+            again.check(RuntimeError, "backward")
+        else:
+            torch.testing.assert_close([x.grad for x in call.inputs], twice, rtol=0, atol=1e-12)
 
     @pytest.mark.parametrize("how", ["non-reentrant", "kept"])
-    def test_a_compiled_region_keeps_attention(self, world: World, how: str) -> None:
-        times = 0 if how == "kept" else 1
-        for compared, (forward, backward), forward_messages in world.run(compiled, self.adapter, how):
-            _check(compared, times * forward_messages)
-            assert (forward["ring_forward"], backward["ring_forward"]) == (1, times)
+    @on_every_rank
+    def test_a_compiled_region_keeps_attention(self, how: str) -> None:
+        torch.compiler.reset()
+        call, graphs, repeats = self.call(CASE), Graphs(), how != "kept"
+
+        def region(query: Tensor, key: Tensor, value: Tensor) -> Any:
+            return call.attention(query.sin(), key, value, **call.options).sin()
+
+        def compiled(region: Region, *inputs: Tensor) -> Any:
+            return torch.compile(partial(WAYS[how], region), fullgraph=True, backend=graphs.backend)(*inputs)
+
+        check(call, region, compiled, repeats)
+        forward, backward = graphs.operators()
+        assert (forward["ring_forward"], backward["ring_forward"]) == (1, repeats), (forward, backward)

@@ -42,14 +42,12 @@ class Results(NamedTuple):
 
 @dataclass(frozen=True)
 class RankResult:
-    """The results of one rank, the index of its ring, and the bytes and messages that it sent."""
+    """The results of one rank, the index of its ring, and (bytes, messages) that it sent in forward and backward."""
 
     results: Results
     data_rank: int
-    forward_bytes: int
-    forward_messages: int
-    backward_bytes: int = 0
-    backward_messages: int = 0
+    forward: tuple[int, int]
+    backward: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,7 @@ class LocalCall:
     value: Tensor
     grad_out: Tensor
     options: dict[str, Any]
+    case: AttentionCase
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -80,6 +79,17 @@ class LocalCall:
         out, lse = self(return_lse=True)
         assert not lse.requires_grad
         return Results(out.detach(), lse, *self.gradients(out))
+
+    def expected(self) -> Results:
+        """The results of the dense fp64 reference for the rows of this rank."""
+        ring = self.attention.ring
+        wanted = expected(replace(self.case, replica=ring.data_rank))
+        rows = rows_of_ranks(self.case.seq_len, ring.size, ring.layout_kind)[ring.rank]
+        return Results(wanted.out[:, rows], wanted.lse[:, :, rows], *(x[:, rows] for x in wanted[2:5] if x is not None))
+
+    def check(self, tolerance: float = FP64_TOLERANCE) -> None:
+        """Make the call, and compare its results with the reference."""
+        check_results(self.results(), self.expected(), tolerance, self.case)
 
 
 def new_attention(adapter: str, ring: Ring | None, case: AttentionCase, **options: Any) -> Any:
@@ -102,14 +112,13 @@ def local_call(
     options: dict[str, Any] = {"is_causal": case.is_causal, "seq_len": case.seq_len}
     options["dropout_seed"] = case.seed if case.dropout_p else None
     options |= {name: None if x is None else x[:, rows].to(device) for name, x in marks.items()}
-    sinks = case.sink_scores()
     if case.score_mod is not None:
         options["score_mod"] = case.score_function(device)
-    if sinks is not None:
+    if (sinks := case.sink_scores()) is not None:
         options["sinks"] = sinks.to(device).requires_grad_(gradients)
     if attention is None:
         attention = new_attention(adapter, ring, case)
-    return LocalCall(attention, query, key, value, grad_out, options)
+    return LocalCall(attention, query, key, value, grad_out, options, case)
 
 
 def call_here(
@@ -136,7 +145,13 @@ def case_of_ring(case: AttentionCase, index: int) -> AttentionCase:
 
 
 def run_case_here(
-    adapter: str, rings: RingSpec, layout: LayoutKind, case: AttentionCase, gradients: bool, device: str
+    adapter: str,
+    rings: RingSpec,
+    layout: LayoutKind,
+    case: AttentionCase,
+    *,
+    gradients: bool = True,
+    device: str = "cpu",
 ) -> RankResult | None:
     """Run one case on this rank."""
     if ring_here(adapter, rings) is None:
@@ -150,27 +165,20 @@ def run_case_here(
     ring.traffic.reset()
     grads = call.gradients(out) if gradients else (None,) * 3
     results = Results(*(None if x is None else x.detach().cpu() for x in (out, lse, *grads)))  # type: ignore[arg-type]
-    return RankResult(results, ring.data_rank, *forward, ring.traffic.bytes, ring.traffic.messages)
+    return RankResult(results, ring.data_rank, forward, (ring.traffic.bytes, ring.traffic.messages))
 
 
 def run_cases_here(
-    adapter: str, rings: RingSpec, layout: LayoutKind, cases: Sequence[AttentionCase], gradients: bool, device: str
+    adapter: str, rings: RingSpec, layout: LayoutKind, cases: Sequence[AttentionCase], **how: Any
 ) -> list[RankResult | None]:
-    return [run_case_here(adapter, rings, layout, case, gradients, device) for case in cases]
+    return [run_case_here(adapter, rings, layout, case, **how) for case in cases]
 
 
 def run_cases(
-    world: World,
-    adapter: str,
-    rings: RingSpec,
-    layout: LayoutKind,
-    cases: Sequence[AttentionCase],
-    *,
-    gradients: bool = True,
-    device: str = "cpu",
+    world: World, adapter: str, rings: RingSpec, layout: LayoutKind, cases: Sequence[AttentionCase], **how: Any
 ) -> list[list[list[RankResult]]]:
-    """Run cases on all ranks. Returns results indexed by case, ring and ring rank."""
-    by_rank = world.run(run_cases_here, adapter, rings, layout, cases, gradients, device)
+    """Run cases on all ranks, as :func:`run_case_here` does. Returns results indexed by case, ring and ring rank."""
+    by_rank = world.run(run_cases_here, adapter, rings, layout, cases, **how)
     return [rings.by_ring([answers[index] for answers in by_rank]) for index in range(len(cases))]
 
 
@@ -207,23 +215,12 @@ def plain(case: AttentionCase) -> Results:
 
 @lru_cache(maxsize=512)
 def _dense(case: AttentionCase, dtype: torch.dtype, gradients: bool) -> Results:
-    *tensors, grad_out, mask = case.tensors()
-    query, key, value = leaves = [tensor.to(dtype).requires_grad_(gradients) for tensor in tensors]
-    sinks = case.sink_scores()
-    if sinks is not None:
-        leaves = [*leaves, sinks.requires_grad_(gradients)]
-    out, lse = reference_attention(
-        query,
-        key,
-        value,
-        **case.options(),
-        key_padding_mask=mask,
-        document_ids=case.document_ids(),
-        weight_factors=case.weight_factors(),
-        sinks=sinks,
-        modified_scores=case.modified_scores(),
-        dtype=dtype,
-    )
+    *tensors, grad_out, _ = case.tensors()
+    options = case.reference_options()
+    leaves = [tensor.to(dtype) for tensor in tensors] + ([options["sinks"]] if case.sinks else [])
+    for leaf in leaves:
+        leaf.requires_grad_(gradients)
+    out, lse = reference_attention(*leaves[:3], **options, dtype=dtype)
     grads = torch.autograd.grad(out, leaves, grad_out.to(dtype)) if gradients else ()
     return Results(out.detach(), lse, *grads)
 
@@ -247,32 +244,20 @@ def check_results(got: Results, wanted: Results, tolerance: float, what: object 
 
 
 def check_exact(
-    world: World,
-    adapter: str,
-    rings: RingSpec,
-    layout: LayoutKind,
-    cases: Sequence[AttentionCase],
-    *,
-    gradients: bool = True,
+    world: World, adapter: str, rings: RingSpec, layout: LayoutKind, cases: Sequence[AttentionCase], **how: Any
 ) -> list[list[list[RankResult]]]:
     """Run fp64 cases and compare the results of every ring with the reference."""
-    answers = run_cases(world, adapter, rings, layout, cases, gradients=gradients)
+    answers = run_cases(world, adapter, rings, layout, cases, **how)
     for index, got, case in _results_of_rings(answers, cases, layout):
-        check_results(got, expected(case, gradients=gradients), FP64_TOLERANCE, f"{case} on ring {index}")
+        check_results(got, expected(case, **how), FP64_TOLERANCE, f"{case} on ring {index}")
     return answers
 
 
 def check_rounding(
-    world: World,
-    adapter: str,
-    rings: RingSpec,
-    layout: LayoutKind,
-    cases: Sequence[AttentionCase],
-    *,
-    device: str = "cpu",
+    world: World, adapter: str, rings: RingSpec, layout: LayoutKind, cases: Sequence[AttentionCase], **how: Any
 ) -> None:
     """Run cases of lower precision, and check them as :func:`check_rounded` does."""
-    answers = run_cases(world, adapter, rings, layout, cases, device=device)
+    answers = run_cases(world, adapter, rings, layout, cases, **how)
     for index, got, case in _results_of_rings(answers, cases, layout):
         check_rounded(got, case, f"ring {index}")
 

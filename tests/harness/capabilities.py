@@ -12,13 +12,21 @@ not list in ``without``. Each entry gives a reason, which pytest shows for the s
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, ClassVar, TypeVar
 
 import pytest
+from torch import nn
 
 from ring_backends.errors import AdapterUnavailableError
+from ring_backends.ring.ring import Ring
+from ring_backends.schedule.layout import LayoutKind
+from ring_backends.testing.calls import LocalCall, call_here, local_call
+from ring_backends.testing.failing_calls import SMALL_CASE
+from ring_backends.testing.models import OneParameter, unit_sgd
+from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, new_ring, ring_of
+from ring_backends.testing.strategies import AttentionCase
 
 CAPABILITIES: Mapping[str, str] = {
     "several rings per world": "initialize(ring_size=...) divides the world into several rings",
@@ -48,15 +56,12 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 
 
 def requires(*capabilities: str) -> Callable[[Test], Test]:
-    """Skip a test, or all tests of a suite, if the adapter lacks one of these capabilities."""
+    """Skip a test, or all tests of a suite, if the adapter lacks one of these capabilities.
+
+    ``pytest.mark.requires`` does the same to a parameter of a test.
+    """
     _check_known(capabilities)
-
-    def mark(test: Test) -> Test:
-        for function in _tests_of(test):
-            function.required_capabilities = (*getattr(function, "required_capabilities", ()), *capabilities)
-        return test
-
-    return mark
+    return partial(_mark_tests, pytest.mark.requires(*capabilities))
 
 
 def core(test: Test) -> Test:
@@ -65,16 +70,16 @@ def core(test: Test) -> Test:
     The quick command runs these tests with one adapter (see ``core_in_matrix``). ``pytest.mark.core`` does the same to
     a parameter of a test whose other cases run with every adapter.
     """
-    for function in _tests_of(test):
-        pytest.mark.core(function)
+    return _mark_tests(pytest.mark.core, test)
+
+
+def _mark_tests(mark: pytest.MarkDecorator, test: Test) -> Test:
+    """Mark a test, or each test of a suite. A mark of the class would also apply to tests of other suites."""
+    members = vars(test) if isinstance(test, type) else {"test_": test}
+    for name, function in members.items():
+        if name.startswith("test_"):
+            mark(function)
     return test
-
-
-def _tests_of(test: Any) -> list[Any]:
-    """The tests of a suite, or the test itself."""
-    if not isinstance(test, type):
-        return [test]
-    return [function for name, function in vars(test).items() if name.startswith("test_")]
 
 
 class AdapterSuite:
@@ -101,12 +106,44 @@ class AdapterSuite:
         if "framework_options" in vars(cls):
             cls.framework_options = dict(cls.framework_options)  # ranks get a pickle, which a mapping proxy has not
 
+    def __reduce__(self) -> Any:
+        """Send the suite to a rank with the settings of the test class, which a rank may not find by its name."""
+        suite = next(cls for cls in type(self).__mro__ if cls.__module__.startswith("ring_backends.testing."))
+        settings = {"adapter": self.adapter, "without": dict(self.without)}
+        return object.__new__, (suite,), settings | {"framework_options": dict(self.framework_options)}
+
+    def call(
+        self, case: AttentionCase, rings: RingSpec = FOUR, layout: LayoutKind = "contiguous", **options: Any
+    ) -> LocalCall:
+        """On a rank: its call on a cached ring, as of :func:`call_here`."""
+        return call_here(self.adapter, case, rings, layout, **options)
+
+    def new_call(
+        self, rings: RingSpec = FOUR, seconds: float = 60.0, case: AttentionCase = SMALL_CASE, **options: Any
+    ) -> LocalCall:
+        """On a rank: its call on a new ring, for tests that break it."""
+        return local_call(self.adapter, self.new_ring(rings, seconds), case, **options)
+
+    def ring(self, rings: RingSpec = FOUR, layout: LayoutKind = "contiguous") -> Ring:
+        return ring_of(self.adapter, rings, layout)
+
+    def new_ring(self, rings: RingSpec = FOUR, seconds: float = 60.0, layout: LayoutKind = "contiguous") -> Ring:
+        return new_ring(self.adapter, rings, seconds, layout)
+
+    def parallelize(
+        self, model: nn.Module | None = None, make_optimizer: Any = unit_sgd, ring: Ring | None = None, **options: Any
+    ) -> Any:
+        """On a rank: the training state of a model, by default of one parameter, on two rings of two."""
+        model = OneParameter() if model is None else model
+        ring = self.ring(TWO) if ring is None else ring
+        return backend(self.adapter).parallelize(model, make_optimizer, ring, **{**self.framework_options, **options})
+
     @pytest.fixture(autouse=True)
     def _skip_what_the_adapter_lacks(self, request: pytest.FixtureRequest) -> None:
         reason = why_unavailable(self.adapter)
         if reason is not None:
             pytest.skip(reason)
-        needed = set(getattr(request.function, "required_capabilities", ()))
+        needed = {capability for mark in request.node.iter_markers("requires") for capability in mark.args}
         if hasattr(request.node, "callspec"):
             needed |= {getattr(value, "capability", None) for value in request.node.callspec.params.values()}
         for capability in CAPABILITIES:

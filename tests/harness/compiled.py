@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -20,25 +21,14 @@ import ring_backends
 from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import LayoutKind
-from ring_backends.testing.calls import (
-    LocalCall,
-    Results,
-    call_here,
-    check_results,
-    expected,
-    local_call,
-    new_attention,
-    whole,
-)
+from ring_backends.testing.calls import LocalCall, Results, check_results, local_call, new_attention
 from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.marks import MORE_CASES, matrix_but
-from ring_backends.testing.rings import FOUR, LAYOUTS, ONE, RingSpec, ring_of
+from ring_backends.testing.rings import FOUR, LAYOUTS, ONE, RingSpec
 from ring_backends.testing.strategies import AttentionCase
-from ring_backends.testing.world import World
+from ring_backends.testing.world import on_every_rank
 
-_CASE = AttentionCase(
-    seq_len=61, segment_lengths=(7, 30, 61), dilation_rates=(1, 2, 3), num_heads=4, num_kv_heads=2, dtype=torch.float64
-)
+_CASE = AttentionCase(61, (7, 30, 61), (1, 2, 3), num_heads=4, num_kv_heads=2, dtype=torch.float64)
 CASES = {
     "all": _CASE,
     "causal": replace(_CASE, is_causal=True),
@@ -83,17 +73,6 @@ def _keep(graphs: list[GraphModule], graph: GraphModule, inputs: Any) -> Any:
     return make_boxed_func(graph)
 
 
-def compiled_call(
-    adapter: str, rings: RingSpec, layout: LayoutKind, case: AttentionCase
-) -> tuple[Results, list[Counter[str]]]:
-    """A compiled call's results and the operators of its graphs."""
-    torch.compiler.reset()
-    ring = ring_of(adapter, rings)
-    call, graphs = local_call(adapter, ring.with_layout(layout), case), Graphs()
-    attention = torch.compile(call.attention, fullgraph=True, backend=graphs.backend)
-    return replace(call, attention=attention).results(), graphs.operators()
-
-
 class Blocks(nn.Module):
     """Several attention modules in sequence."""
 
@@ -107,72 +86,13 @@ class Blocks(nn.Module):
         return query
 
 
-def several_blocks(adapter: str) -> tuple[int, list[float]]:
-    """Compile three equal blocks. Returns the number of graphs, and the errors of calls with different inputs."""
-    torch.compiler.reset()
-    ring = ring_of(adapter, FOUR)
-    attentions = [new_attention(adapter, ring, CASES["causal"]) for _ in range(3)]
-    graphs = Graphs()
-    compiled = [torch.compile(attention, fullgraph=True, backend=graphs.backend) for attention in attentions]
-    errors = []
-    for seed in range(3):
-        case = replace(CASES["causal"], seed=seed)
-        wanted = _out_and_grads(local_call(adapter, ring, case, attention=Blocks(attentions)))
-        got = _out_and_grads(local_call(adapter, ring, case, attention=Blocks(compiled)))
-        errors += [float((x - y).abs().max()) for x, y in zip(got, wanted, strict=True)]
-    return len(graphs.forward), errors
+def compiled_in(call: LocalCall, backend: Any = "aot_eager") -> LocalCall:
+    return replace(call, attention=torch.compile(call.attention, fullgraph=True, backend=backend))
 
 
-def _out_and_grads(call: LocalCall) -> list[torch.Tensor]:
+def out_and_grads(call: LocalCall) -> list[torch.Tensor]:
     out = call()
     return [out.detach(), *call.gradients(out)]
-
-
-def without_gradients(adapter: str) -> tuple[float, list[Counter[str]]]:
-    """Compile a call without gradients. Returns its error and its operators."""
-    torch.compiler.reset()
-    call, graphs = call_here(adapter, CASES["causal"], gradients=False), Graphs()
-    wanted = call()
-    got = replace(call, attention=torch.compile(call.attention, fullgraph=True, backend=graphs.backend))()
-    return float((got - wanted).abs().max()), graphs.operators()
-
-
-def backward_under_autocast(adapter: str) -> Results:
-    """Run a compiled call outside autocast and its backward under autocast."""
-    torch.compiler.reset()
-    call = call_here(adapter, _SHORT)
-    attention = torch.compile(call.attention, fullgraph=True, backend="aot_eager")
-    out, lse = replace(call, attention=attention)(return_lse=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        grads = call.gradients(out)
-    return Results(out.detach(), lse, *grads)
-
-
-def compiled_by_inductor(adapter: str) -> Results:
-    """Compile attention between other operations with Inductor."""
-    torch.compiler.reset()
-    call = call_here(adapter, _SHORT)
-
-    @torch.compile(fullgraph=True)
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = call.attention(query * 2 / 2, key + 1 - 1, value * 4 / 4, **call.options, return_lse=True)
-        return out * 2 / 2, lse
-
-    out, lse = attend(*call.inputs)
-    return Results(out.detach(), lse, *call.gradients(out))
-
-
-def compiled_with_two_scales(adapter: str) -> list[float]:
-    """The largest errors of the gradients, if a module gets another scale between a forward and its backward."""
-    torch.compiler.reset()
-    call = call_here(adapter, _SHORT)
-    attention, grads = call.attention, []
-    for attend in (attention, torch.compile(attention, backend="aot_eager")):
-        outs = []
-        for attention.scale in (0.5, 1.5):
-            outs.append(attend(*call.inputs, **call.options))
-        grads.append(torch.autograd.grad(outs, call.inputs, [torch.ones_like(out) for out in outs]))
-    return [float((x - y).abs().max()) for x, y in zip(*grads, strict=True)]
 
 
 class Decoder(nn.Module):
@@ -198,90 +118,116 @@ class Decoder(nn.Module):
         return logits
 
 
-def compiled_model(
-    adapter: str, layout: LayoutKind, compiler: str, lengths: tuple[int, ...]
-) -> list[tuple[int, float]]:
-    """Call a compiled model with different tokens. Returns (number of graphs so far, largest error) of each call."""
-    torch.compiler.reset()
-    ring = ring_of(adapter, FOUR, layout)
-    model, counter = Decoder(adapter, ring), CompileCounterWithBackend(compiler)
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
-    found = []
-    for seed, seq_len in enumerate(lengths):
-        tokens = ring.shard(torch.randint(11, (2, seq_len), generator=torch.Generator().manual_seed(seed)))
-        results = []
-        for attend in (model, compiled):
-            logits = attend(tokens, seq_len)
-            results.append([logits, *torch.autograd.grad(logits.square().sum(), list(model.parameters()))])
-        error = max(float((x - y).detach().abs().max()) for x, y in zip(*results, strict=True))
-        found.append((counter.frame_count, error))
-    return found
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++ on the CPU")
 
 
 class CompileTests(AdapterSuite):
     @pytest.mark.matrix(reason="compiles twice")
-    def test_the_backward_has_the_settings_of_the_forward(self, world: World) -> None:
-        for errors in world.run(compiled_with_two_scales, self.adapter):
-            assert max(errors) < 1e-10
+    @on_every_rank
+    def test_the_backward_has_the_settings_of_the_forward(self) -> None:
+        """A module gets another scale between a forward and its backward."""
+        torch.compiler.reset()
+        call = self.call(_SHORT)
+        attention, grads = call.attention, []
+        for attend in (attention, torch.compile(attention, backend="aot_eager")):
+            outs = []
+            for attention.scale in (0.5, 1.5):
+                outs.append(attend(*call.inputs, **call.options))
+            grads.append(torch.autograd.grad(outs, call.inputs, [torch.ones_like(out) for out in outs]))
+        torch.testing.assert_close(*grads, rtol=0, atol=1e-10)
 
     @pytest.mark.parametrize("name", matrix_but("all", of=CASES))
     @pytest.mark.parametrize("layout", matrix_but("contiguous", of=LAYOUTS))
     @pytest.mark.parametrize("rings", matrix_but(FOUR, of=(FOUR, ONE)), ids=str)
-    def test_a_compiled_call_is_one_graph(self, world: World, rings: RingSpec, layout: LayoutKind, name: str) -> None:
-        case = CASES[name]
-        by_rank = world.run(compiled_call, self.adapter, rings, layout, case)
-        for index, ranks in enumerate(rings.rings):
-            got = whole([by_rank[rank][0] for rank in ranks], case.seq_len, layout)
-            check_results(got, expected(replace(case, replica=index)), 1e-10, case)
-            prefix = "attend" if rings.size == 1 and not case.dropout_p else "ring"
-            for rank in ranks:
-                assert by_rank[rank][1] == [{f"{prefix}_forward": 1}, {f"{prefix}_backward": 1}]
+    @on_every_rank
+    def test_a_compiled_call_is_one_graph(self, rings: RingSpec, layout: LayoutKind, name: str) -> None:
+        torch.compiler.reset()
+        case, ring, graphs = CASES[name], self.ring(rings, layout), Graphs()
+        compiled_in(local_call(self.adapter, ring, case), graphs.backend).check()
+        prefix = "attend" if rings.size == 1 and not case.dropout_p else "ring"
+        assert graphs.operators() == [{f"{prefix}_forward": 1}, {f"{prefix}_backward": 1}], graphs.operators()
+
+    def check_model(self, layout: LayoutKind, compiler: str, lengths: Sequence[int], graphs: Sequence[int]) -> None:
+        """Compile a model, and call it with different tokens. ``graphs`` are the numbers of graphs after each call."""
+        torch.compiler.reset()
+        ring = self.ring(layout=layout)
+        model, counter = Decoder(self.adapter, ring), CompileCounterWithBackend(compiler)
+        compiled = torch.compile(model, fullgraph=True, backend=counter)
+        for seed, (seq_len, num_graphs) in enumerate(zip(lengths, graphs, strict=True)):
+            tokens = ring.shard(torch.randint(11, (2, seq_len), generator=torch.Generator().manual_seed(seed)))
+            results = []
+            for attend in (model, compiled):
+                logits = attend(tokens, seq_len)
+                results.append([logits, *torch.autograd.grad(logits.square().sum(), list(model.parameters()))])
+            torch.testing.assert_close(*results, rtol=0, atol=1e-9)
+            assert counter.frame_count == num_graphs, f"{counter.frame_count} graphs after call {seed}"
 
     @core
-    def test_a_compiled_model_is_one_graph(self, world: World) -> None:
+    @on_every_rank
+    def test_a_compiled_model_is_one_graph(self) -> None:
         """There is no graph break and no recompilation for other tokens."""
-        for found in world.run(compiled_model, self.adapter, "contiguous", "aot_eager", (61, 61)):
-            assert [graphs for graphs, _ in found] == [1, 1]
-            assert max(error for _, error in found) < 1e-9
+        self.check_model("contiguous", "aot_eager", (61, 61), (1, 1))
 
     @core
     @MORE_CASES
     @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_a_compiled_model_has_a_graph_per_length(self, world: World, layout: LayoutKind) -> None:
-        for found in world.run(compiled_model, self.adapter, layout, "aot_eager", (61, 61, 30, 30, 61)):
-            assert [graphs for graphs, _ in found] == [1, 1, 2, 2, 2]
-            assert max(error for _, error in found) < 1e-9
+    @on_every_rank
+    def test_a_compiled_model_has_a_graph_per_length(self, layout: LayoutKind) -> None:
+        self.check_model(layout, "aot_eager", (61, 61, 30, 30, 61), (1, 1, 2, 2, 2))
 
     @core
     @MORE_CASES
-    @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++ on the CPU")
-    def test_a_model_compiled_by_inductor(self, world: World) -> None:
-        for found in world.run(compiled_model, self.adapter, "zigzag", "inductor", (61, 61), timeout=280):
-            assert [graphs for graphs, _ in found] == [1, 1]
-            assert max(error for _, error in found) < 1e-9
+    @needs_compiler
+    @on_every_rank
+    def test_a_model_compiled_by_inductor(self) -> None:
+        self.check_model("zigzag", "inductor", (61, 61), (1, 1))
 
     @core
     @MORE_CASES
-    def test_equal_blocks_share_one_graph(self, world: World) -> None:
-        for num_graphs, errors in world.run(several_blocks, self.adapter):
-            assert num_graphs == 1
-            assert max(errors) < 1e-12
+    @on_every_rank
+    def test_equal_blocks_share_one_graph(self) -> None:
+        torch.compiler.reset()
+        call, graphs = self.call(CASES["causal"]), Graphs()
+        attentions = [new_attention(self.adapter, call.attention.ring, CASES["causal"]) for _ in range(3)]
+        compiled = [torch.compile(attention, fullgraph=True, backend=graphs.backend) for attention in attentions]
+        for seed in range(3):
+            call = self.call(replace(CASES["causal"], seed=seed))
+            got, wanted = (out_and_grads(replace(call, attention=Blocks(parts))) for parts in (compiled, attentions))
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+        assert len(graphs.forward) == 1, graphs.forward
 
     @core
-    def test_a_backward_under_autocast_keeps_the_dtype_of_the_forward(self, world: World) -> None:
-        got = whole(world.run(backward_under_autocast, self.adapter), _SHORT.seq_len, "contiguous")
-        check_results(got, expected(_SHORT), 1e-5, _SHORT)
+    @on_every_rank
+    def test_a_backward_under_autocast_keeps_the_dtype_of_the_forward(self) -> None:
+        torch.compiler.reset()
+        call = self.call(_SHORT)
+        out, lse = compiled_in(call)(return_lse=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            grads = call.gradients(out)
+        check_results(Results(out.detach(), lse, *grads), call.expected(), 1e-5)
 
     @core
     @MORE_CASES
-    @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++ on the CPU")
-    def test_a_call_compiled_by_inductor(self, world: World) -> None:
-        got = whole(world.run(compiled_by_inductor, self.adapter), _SHORT.seq_len, "contiguous")
-        check_results(got, expected(_SHORT), 1e-5, _SHORT)
+    @needs_compiler
+    @on_every_rank
+    def test_a_call_compiled_by_inductor(self) -> None:
+        """Attention is compiled between other operations."""
+        torch.compiler.reset()
+        call = self.call(_SHORT)
+
+        @torch.compile(fullgraph=True)
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            out, lse = call.attention(query * 2 / 2, key + 1 - 1, value * 4 / 4, **call.options, return_lse=True)
+            return out * 2 / 2, lse
+
+        out, lse = attend(*call.inputs)
+        check_results(Results(out.detach(), lse, *call.gradients(out)), call.expected(), 1e-5)
 
     @core
     @MORE_CASES
-    def test_a_compiled_call_without_gradients(self, world: World) -> None:
-        for error, operators in world.run(without_gradients, self.adapter):
-            assert error < 1e-12
-            assert operators == [{"ring_forward": 1}]
+    @on_every_rank
+    def test_a_compiled_call_without_gradients(self) -> None:
+        torch.compiler.reset()
+        call, graphs = self.call(CASES["causal"], gradients=False), Graphs()
+        torch.testing.assert_close(compiled_in(call, graphs.backend)(), call(), rtol=0, atol=1e-12)
+        assert graphs.operators() == [{"ring_forward": 1}], graphs.operators()

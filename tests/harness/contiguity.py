@@ -10,23 +10,15 @@ import torch
 from torch import Tensor
 
 from ring_backends.schedule.layout import LayoutKind
-from ring_backends.testing.calls import LocalCall, Results, call_here, check_results, expected, whole
+from ring_backends.testing.calls import LocalCall, Results, check_results
 from ring_backends.testing.capabilities import AdapterSuite, core
-from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.failing_calls import ending
 from ring_backends.testing.rings import in_every_layout
 from ring_backends.testing.strategies import AttentionCase
-from ring_backends.testing.world import World
+from ring_backends.testing.world import on_every_rank
 
 _CASE = AttentionCase(
-    seq_len=45,
-    segment_lengths=(12, 45),
-    dilation_rates=(3, 2),
-    batch=2,
-    num_heads=6,
-    num_kv_heads=3,
-    head_dim=8,
-    masked="random",
-    dtype=torch.float64,
+    45, (12, 45), (3, 2), batch=2, num_heads=6, num_kv_heads=3, head_dim=8, masked="random", dtype=torch.float64
 )
 
 Shape = tuple[int, ...]
@@ -58,19 +50,17 @@ VIEWS: dict[str, Callable[[torch.Generator, Shape], Tensor]] = {
 }
 
 
-def memory_layout_here(adapter: str, layout: LayoutKind, views: list[str]) -> tuple[Results, Results]:
-    """The results of views, and of contiguous copies. ``views`` has the name of the view of each rank."""
-    call = call_here(adapter, _CASE, layout=layout, gradients=False)
-    rank = call.attention.ring.rank
-    generator, view = torch.Generator().manual_seed(rank), VIEWS[views[rank]]
-    tensors = [view(generator, tuple(x.shape)) for x in (*call.inputs, call.grad_out)]
+def check_view(call: LocalCall, name: str) -> None:
+    """Check that a view of the inputs has the results of contiguous copies, and is not modified."""
+    generator = torch.Generator().manual_seed(call.attention.ring.rank)
+    tensors = [VIEWS[name](generator, tuple(x.shape)) for x in (*call.inputs, call.grad_out)]
     mask = _mask_view(call.options["key_padding_mask"])
     memory = [torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()) for x in [*tensors, mask]]
     before = [numbers.clone() for numbers in memory]
     as_views = _results(call, tensors, mask)
     assert all(map(torch.equal, memory, before)), "attention wrote to its inputs"
     copies = _results(call, [x.clone(memory_format=torch.contiguous_format) for x in tensors], mask.contiguous())
-    return as_views, copies
+    check_results(as_views, copies, 1e-12, name)
 
 
 def _mask_view(mask: Tensor) -> Tensor:
@@ -82,42 +72,30 @@ def _mask_view(mask: Tensor) -> Tensor:
 
 
 def _results(call: LocalCall, tensors: list[Tensor], mask: Tensor) -> Results:
-    *inputs, grad_out = tensors
-    query, key, value = (x.detach().requires_grad_() for x in inputs)
+    query, key, value = (x.detach().requires_grad_() for x in tensors[:3])
     options = {**call.options, "key_padding_mask": mask}
-    return LocalCall(call.attention, query, key, value, grad_out, options).results()
-
-
-IN_PLACE = ("query", "key", "value", "key_padding_mask", "out")
-
-
-def modify_in_place(adapter: str, name: str) -> tuple[Ended, Results]:
-    """Change a tensor between forward and backward. Returns how it ended, and the results of a later call."""
-    call = call_here(adapter, _CASE)
-    out = call()
-    tensors = {**vars(call), **call.options, "out": out}
-    with torch.no_grad():
-        tensors[name].logical_not_() if name == "key_padding_mask" else tensors[name].mul_(2)
-    ended = ending(lambda: out.backward(call.grad_out))
-    return ended, replace(call_here(adapter, _CASE), attention=call.attention).results()
+    return replace(call, query=query, key=key, value=value, grad_out=tensors[3], options=options).results()
 
 
 @core
 class ContiguityTests(AdapterSuite):
     @in_every_layout("view", VIEWS)
-    def test_views_give_the_results_of_contiguous_copies(self, world: World, layout: LayoutKind, view: str) -> None:
-        for rank, (views, copies) in enumerate(world.run(memory_layout_here, self.adapter, layout, [view] * 4)):
-            check_results(views, copies, 1e-12, f"{view} on rank {rank}")
+    @on_every_rank
+    def test_views_give_the_results_of_contiguous_copies(self, layout: LayoutKind, view: str) -> None:
+        check_view(self.call(_CASE, layout=layout, gradients=False), view)
 
     @pytest.mark.parametrize("first", range(0, len(VIEWS), 3))
-    def test_every_rank_may_have_its_own_memory_layout(self, world: World, first: int) -> None:
-        views = [list(VIEWS)[(first + rank) % len(VIEWS)] for rank in range(4)]
-        for rank, (got, copies) in enumerate(world.run(memory_layout_here, self.adapter, "contiguous", views)):
-            check_results(got, copies, 1e-12, f"{views[rank]} on rank {rank}")
+    @on_every_rank
+    def test_every_rank_may_have_its_own_memory_layout(self, first: int) -> None:
+        check_view(self.call(_CASE, gradients=False), list(VIEWS)[(first + self.ring().rank) % len(VIEWS)])
 
-    @pytest.mark.parametrize("name", IN_PLACE)
-    def test_a_change_in_place_before_backward_is_an_error(self, world: World, name: str) -> None:
-        endings, results = zip(*world.run(modify_in_place, self.adapter, name), strict=True)
-        for ended in endings:
-            ended.check(RuntimeError, "modified by an inplace operation")
-        check_results(whole(results, _CASE.seq_len, "contiguous"), expected(_CASE), 1e-10)
+    @pytest.mark.parametrize("name", ["query", "key", "value", "key_padding_mask", "out"])
+    @on_every_rank
+    def test_a_change_in_place_before_backward_is_an_error(self, name: str) -> None:
+        call = self.call(_CASE)
+        out = call()
+        tensors = {**vars(call), **call.options, "out": out}
+        with torch.no_grad():
+            tensors[name].logical_not_() if name == "key_padding_mask" else tensors[name].mul_(2)
+        ending(lambda: out.backward(call.grad_out)).check(RuntimeError, "modified by an inplace operation")
+        replace(self.call(_CASE), attention=call.attention).check()

@@ -5,24 +5,23 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from ring_backends.errors import RingMismatchError
-from ring_backends.testing.calls import difference, expected, local_call, new_attention
+from ring_backends.testing.calls import new_attention
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
-from ring_backends.testing.failing_calls import A_MOMENT, ODD_RANK, SHORT, Ended, ending
+from ring_backends.testing.failing_calls import A_MOMENT, ODD_RANK, SHORT, ending
 from ring_backends.testing.marks import matrix_but
-from ring_backends.testing.models import unit_sgd
-from ring_backends.testing.rings import FOUR, TWO, backend, new_ring, ring_here
+from ring_backends.testing.rings import FOUR, ONE
 from ring_backends.testing.strategies import AttentionCase
-from ring_backends.testing.world import World
+from ring_backends.testing.world import on_every_rank
 
 CASE = AttentionCase(16, (16,), (1,), num_heads=2, num_kv_heads=2, dtype=torch.float64)
 
@@ -49,28 +48,6 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def swap_calls(adapter: str, how: str) -> tuple[Tensor, Ended]:
-    """One rank calls original and copy in the other order. Returns an earlier output of the copy, and the ending."""
-    ring = new_ring(adapter, FOUR, SHORT)
-    attention = new_attention(adapter, ring, CASE)
-    attentions = [attention, COPIES[how](attention)]
-    calls = [local_call(adapter, ring, CASE, gradients=False, attention=attention) for attention in attentions]
-    outs = [call() for call in calls]
-    if ring.rank == ODD_RANK:
-        calls.reverse()
-    return outs[1], ending(lambda: [call() for call in calls])
-
-
-def copy_on_one_rank(adapter: str) -> Tensor:
-    """One rank copies its module, as for a moving average. Then all ranks construct and call another module."""
-    ring = new_ring(adapter, FOUR)
-    attention = new_attention(adapter, ring, CASE)
-    if ring.rank == ODD_RANK:
-        copy.deepcopy(attention)
-    out: Tensor = local_call(adapter, ring, CASE, gradients=False)()
-    return out
-
-
 def _saved_and_loaded(model: nn.Module) -> Any:
     file = io.BytesIO()
     torch.save(model, file)
@@ -86,64 +63,84 @@ MODEL_COPIES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def _wrapped(adapter: str, model: nn.Linear, weight: float, **options: Any) -> Any:
-    """The training state of a linear layer whose weights have this value, without a bias."""
+def linear(weight: float) -> nn.Linear:
+    """A layer of width 4 to 1 whose weights have this value, without a bias."""
+    model = nn.Linear(4, 1)
     nn.init.constant_(model.weight, weight)
     nn.init.zeros_(model.bias)
-    ring = ring_here(adapter, TWO)
-    return backend(adapter).parallelize(model, unit_sgd, ring, **options)
-
-
-def copy_a_model(adapter: str, how: str, options: Mapping[str, Any]) -> tuple[float, torch.dtype, list[str]]:
-    """Copy a wrapped model, then zero the original. Returns the output of the copy, its dtype, and parameter names."""
-    model = nn.Linear(4, 1)
-    state = _wrapped(adapter, model, 1.0, mixed_precision=torch.bfloat16, **options)
-    copied = MODEL_COPIES[how](state.model)
-    with torch.no_grad():
-        nn.init.zeros_(model.weight)
-        out = copied(torch.ones(1, 4))
-    return float(out), out.dtype, sorted(name.rpartition(".")[2] for name, _ in copied.named_parameters())
-
-
-def copy_in_every_way(adapter: str, options: Mapping[str, Any]) -> tuple[list[Ended], float]:
-    """Copy a wrapped model in every way, then take a step. Returns the endings, and the change of a weight."""
-    state = _wrapped(adapter, nn.Linear(4, 1), 0.0, **options)
-    ways: list[Callable[[nn.Module], Any]] = [copy.copy, *MODEL_COPIES.values()]
-    endings = [ending(partial(make, state.model)) for make in ways]
-    state.backward(state.loss(state.model(torch.ones(1, 4)).sum(), 1))
-    state.step()
-    return endings, float(state.full_state_dict()["weight"][0, 0])
+    return model
 
 
 @requires("training")
 class ModelCopyTests(AdapterSuite):
-    def test_copies_of_a_wrapped_model_work_or_are_refused(self, world: World) -> None:
-        for endings, moved in world.run(copy_in_every_way, self.adapter, self.framework_options):
-            for ended in endings:
-                if "copies of a wrapped model" not in self.without:
-                    assert ended.error == "no error", ended
-                    continue
+    @on_every_rank
+    def test_copies_of_a_wrapped_model_work_or_are_refused(self) -> None:
+        state = self.parallelize(linear(0.0))
+        ways: list[Callable[[nn.Module], Any]] = [copy.copy, *MODEL_COPIES.values()]
+        for make in ways:
+            ended = ending(make, state.model)
+            if "copies of a wrapped model" not in self.without:
+                assert ended.error == "no error", ended
+            else:
                 ended.check(TypeError, "state.model cannot be copied or pickled", "load state.full_state_dict()")
-            assert moved == -1
+        state.backward(state.loss(state.model(torch.ones(1, 4)).sum(), 1))
+        state.step()
+        torch.testing.assert_close(state.full_state_dict()["weight"], -torch.ones(1, 4), rtol=0, atol=0)
 
     @requires("mixed precision", "copies of a wrapped model")
     @pytest.mark.parametrize("how", MODEL_COPIES)
-    def test_a_copy_in_mixed_precision_has_its_own_weights(self, world: World, how: str) -> None:
-        for value, dtype, names in world.run(copy_a_model, self.adapter, how, self.framework_options):
-            assert value == 4.0
-            assert dtype == torch.bfloat16
-            assert names == ["bias", "weight"]
+    @on_every_rank
+    def test_a_copy_in_mixed_precision_has_its_own_weights(self, how: str) -> None:
+        model = linear(1.0)
+        copied = MODEL_COPIES[how](self.parallelize(model, mixed_precision=torch.bfloat16).model)
+        with torch.no_grad():
+            nn.init.zeros_(model.weight)
+            out = copied(torch.ones(1, 4))
+        torch.testing.assert_close(out, torch.full((1, 1), 4.0, dtype=torch.bfloat16))
+        names = sorted(name.rpartition(".")[2] for name, _ in copied.named_parameters())
+        assert names == ["bias", "weight"], names
 
 
 @core
 class CopyTests(AdapterSuite):
     @pytest.mark.parametrize("how", matrix_but("layers", of=COPIES))
-    def test_copies_of_a_module_are_distinguished(self, world: World, how: str) -> None:
-        outs, endings = zip(*world.run(swap_calls, self.adapter, how), strict=True)
-        assert difference(torch.cat(outs, 1), expected(CASE, gradients=False).out) <= 1e-10
-        for ended in endings:
-            ended.check(RingMismatchError, "order of calls", within=SHORT + A_MOMENT)
+    @on_every_rank
+    def test_copies_of_a_module_are_distinguished(self, how: str) -> None:
+        """One rank calls original and copy in the other order."""
+        original = self.new_call(FOUR, SHORT, CASE)
+        calls = [original, replace(original, attention=COPIES[how](original.attention))]
+        for call in calls:
+            call.check()
+        if original.attention.ring.rank == ODD_RANK:
+            calls.reverse()
+        ended = ending(lambda: [call() for call in calls])
+        ended.check(RingMismatchError, "order of calls", within=SHORT + A_MOMENT)
 
-    def test_a_copy_on_one_rank_does_not_affect_the_others(self, world: World) -> None:
-        outs = world.run(copy_on_one_rank, self.adapter)
-        assert difference(torch.cat(outs, 1), expected(CASE, gradients=False).out) <= 1e-10
+    @on_every_rank
+    def test_a_copy_on_one_rank_does_not_affect_the_others(self) -> None:
+        """One rank copies its module, as for a moving average. Then all ranks construct and call another module."""
+        call = self.new_call(case=CASE)
+        if call.attention.ring.rank == ODD_RANK:
+            copy.deepcopy(call.attention)
+        replace(call, attention=new_attention(self.adapter, call.attention.ring, CASE)).check()
+
+    @on_every_rank
+    def test_a_copied_model_keeps_the_ring(self) -> None:
+        call = self.call(CASE)
+        (twin,) = copy.deepcopy(nn.Sequential(call.attention))
+        assert twin.ring is call.attention.ring
+        assert torch.equal(replace(call, attention=twin)(), call())
+
+    @on_every_rank
+    def test_an_unpickled_ring_says_what_to_do(self) -> None:
+        call = self.call(CASE)
+        twin = pickle.loads(pickle.dumps(call.attention))
+        call_of_twin = replace(call, attention=twin)
+        ending(call_of_twin).check(RuntimeError, "initialize()")
+        twin.ring = call.attention.ring
+        call_of_twin.check()
+
+    @on_every_rank
+    def test_an_unpickled_ring_of_one_works(self) -> None:
+        call = self.call(CASE, ONE)
+        replace(call, attention=pickle.loads(pickle.dumps(call.attention))).check()

@@ -1,4 +1,7 @@
-"""Correctness: out and LSE equal the reference on every ring, in every layout, for every option."""
+"""Correctness: out, LSE and gradients equal the reference on every ring, in every layout, for every option.
+
+dq, dk and dv each equal the exact derivative, for any gradient of the output.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,23 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from ring_backends.schedule.layout import LayoutKind
-from ring_backends.testing.calls import (
-    Results,
-    call_here,
-    check_exact,
-    check_results,
-    check_rounding,
-    difference,
-    join,
-    run_cases,
-    whole,
-)
+from ring_backends.testing import calls
+from ring_backends.testing.calls import FP64_TOLERANCE, Results, check_exact, check_results, check_rounding, join
 from ring_backends.testing.capabilities import AdapterSuite, core
+from ring_backends.testing.failing_calls import ending
 from ring_backends.testing.marks import matrix_but, needs_gpu
-from ring_backends.testing.rings import FOUR, SIZES, TWO, RingSpec, every_layout, every_ring_and_layout
+from ring_backends.testing.rings import (
+    FOUR,
+    SIZES,
+    TWO,
+    RingSpec,
+    backend,
+    every_layout,
+    every_ring_and_layout,
+    every_size_and_layout,
+)
 from ring_backends.testing.strategies import AttentionCase, attention_cases
-from ring_backends.testing.world import World
+from ring_backends.testing.world import World, on_every_rank
 
 NEW_EXAMPLES = "RING_BACKENDS_NEW_EXAMPLES"
 """Environment variable: the number of new random examples per random test. Unset: fixed examples."""
@@ -52,100 +56,78 @@ def examples(number: int) -> settings:
 
 _CASE = AttentionCase(seq_len=26, segment_lengths=(26,), dilation_rates=(1,), num_heads=4, dtype=torch.float64)
 
+
+def _case(
+    segment_lengths: tuple[int | None, ...] = (26,), dilation_rates: tuple[int, ...] = (1,), **changes: Any
+) -> AttentionCase:
+    return replace(_CASE, segment_lengths=segment_lengths, dilation_rates=dilation_rates, **changes)
+
+
 EDGE_CASES = {
-    "one token": replace(_CASE, seq_len=1, num_kv_heads=4),
-    "fewer tokens than ranks": replace(_CASE, seq_len=3, num_kv_heads=2, is_causal=True),
-    "segments longer than the sequence": replace(_CASE, segment_lengths=(1000,), dilation_rates=(3,)),
-    "segments of one token": replace(_CASE, segment_lengths=(1, 26), dilation_rates=(1, 2)),
-    "rate longer than the segment": replace(_CASE, segment_lengths=(5,), dilation_rates=(7,), num_heads=6),
-    "nothing divides anything": replace(
-        _CASE, seq_len=53, segment_lengths=(7, 19, 31), dilation_rates=(2, 3, 5), num_heads=5, num_kv_heads=5
+    "one token": _case(seq_len=1, num_kv_heads=4),
+    "fewer tokens than ranks": _case(seq_len=3, num_kv_heads=2, is_causal=True),
+    "segments longer than the sequence": _case((1000,), (3,)),
+    "segments of one token": _case((1, 26), (1, 2)),
+    "rate longer than the segment": _case((5,), (7,), num_heads=6),
+    "nothing divides anything": _case((7, 19, 31), (2, 3, 5), seq_len=53, num_heads=5, num_kv_heads=5),
+    "heads beyond the rates": _case((13,), (4,), num_heads=6, num_kv_heads=3),
+    "grouped queries": _case((26,), (3,), num_heads=6, num_kv_heads=2, is_causal=True, offset="block"),
+    "one key head": _case((26,), (2,), num_heads=3),
+    "a branch twice": _case((9, 9), (2, 2), num_kv_heads=4),
+    "a group of heads per branch": _case((8, 26, 13), (1, 2, 4), head_mode="grouped", num_heads=5),
+    "offsets by branch": _case((8, 26), (3, 2), offset="branch"),
+    "zero keys at the end": _case((12, 40), (4, 3), offset="block", padding="zeros", num_kv_heads=2),
+    "random keys ignored": _case((26,), (2,), batch=2, masked="random", num_kv_heads=2),
+    "ends ignored": _case(batch=3, masked="rows", is_causal=True, num_kv_heads=4),
+    "all keys ignored": _case(masked="all", batch=2),
+    "all keys ignored but zero keys": _case((40,), masked="all", padding="zeros"),
+    "rows that no branch covers": _case((12,), (5,), num_heads=3),
+    "a scale": _case(scale=1.7, num_kv_heads=4),
+    "a negative scale": _case(scale=-0.5, num_kv_heads=4),
+    "documents": _case((16, 26), (1, 2), documents="some", batch=2, num_kv_heads=2),
+    "documents, causal, masked": _case(documents="some", batch=2, is_causal=True, masked="random"),
+    "documents in no order": _case((26,), (2,), documents="shuffled", num_kv_heads=4),
+    "dropout": _case((16, 26), (1, 2), dropout_p=0.4, batch=2, num_kv_heads=2),
+    "dropout, causal, masked": _case(dropout_p=0.2, is_causal=True, masked="random", num_kv_heads=4),
+    "dropout of a key seen twice": _case((9, 9), (2, 2), dropout_p=0.5),
+    "dropout in documents": _case(dropout_p=0.3, documents="some", batch=2, masked="random"),
+    "a window": _case((None,), window_lengths=(7,), is_causal=True, num_kv_heads=2),
+    "a window to both sides": _case((None,), window_lengths=(11,), num_kv_heads=4),
+    "a window of one token": _case((None, 9), (1, 2), window_lengths=(1, None)),
+    "a window longer than a shard": _case((None,), (2,), seq_len=53, window_lengths=(37,), is_causal=True),
+    "windows within segments": _case((17, 26), (1, 3), window_lengths=(5, 14), masked="random", batch=2),
+    "strides": _case((None,), (5,), offset="every", num_kv_heads=2),
+    "strides in a window, causal": _case((None, 13), (3, 4), window_lengths=(10, None), offset="every", is_causal=True),
+    "documents in a window": _case(
+        (None,), documents="some", batch=2, window_lengths=(8,), is_causal=True, num_kv_heads=4
     ),
-    "heads beyond the rates": replace(_CASE, segment_lengths=(13,), dilation_rates=(4,), num_heads=6, num_kv_heads=3),
-    "grouped queries": replace(_CASE, num_heads=6, num_kv_heads=2, is_causal=True, offset="block", dilation_rates=(3,)),
-    "one key head": replace(_CASE, num_heads=3, dilation_rates=(2,)),
-    "a branch twice": replace(_CASE, segment_lengths=(9, 9), dilation_rates=(2, 2), num_kv_heads=4),
-    "a group of heads per branch": replace(
-        _CASE, segment_lengths=(8, 26, 13), dilation_rates=(1, 2, 4), head_mode="grouped", num_heads=5
+    "dropout in a window": _case((None,), dropout_p=0.3, window_lengths=(9,), is_causal=True, masked="random", batch=2),
+    "sinks": _case((12,), (5,), sinks=True, batch=2, num_kv_heads=2),
+    "sinks, causal, masked": _case(sinks=True, is_causal=True, masked="all", batch=2, num_kv_heads=4),
+    "sinks beside zero keys": _case((12, 40), (4, 3), sinks=True, padding="zeros"),
+    "sinks in a window, as in gpt-oss": _case(
+        (None,), sinks=True, window_lengths=(8,), is_causal=True, num_kv_heads=2, dropout_p=0.2
     ),
-    "offsets by branch": replace(_CASE, segment_lengths=(8, 26), dilation_rates=(3, 2), offset="branch"),
-    "zero keys at the end": replace(
-        _CASE, segment_lengths=(12, 40), dilation_rates=(4, 3), offset="block", padding="zeros", num_kv_heads=2
+    "a soft cap": _case(score_mod="softcap", num_kv_heads=2, is_causal=True, masked="random"),
+    "ALiBi in a window": _case((None, 12), (2, 3), score_mod="alibi", window_lengths=(9, None), batch=2),
+    "distances on a slide": _case((12, 40), (4, 3), score_mod="distance", padding="zeros", num_kv_heads=2),
+    "even distances with dropout and sinks": _case(
+        score_mod="parity", dropout_p=0.3, sinks=True, documents="some", batch=2, offset="every", num_kv_heads=4
     ),
-    "random keys ignored": replace(_CASE, batch=2, masked="random", num_kv_heads=2, dilation_rates=(2,)),
-    "ends ignored": replace(_CASE, batch=3, masked="rows", is_causal=True, num_kv_heads=4),
-    "all keys ignored": replace(_CASE, masked="all", batch=2),
-    "all keys ignored but zero keys": replace(_CASE, masked="all", padding="zeros", segment_lengths=(40,)),
-    "rows that no branch covers": replace(_CASE, segment_lengths=(12,), dilation_rates=(5,), num_heads=3),
-    "a scale": replace(_CASE, scale=1.7, num_kv_heads=4),
-    "a negative scale": replace(_CASE, scale=-0.5, num_kv_heads=4),
-    "documents": replace(
-        _CASE, documents="some", batch=2, num_kv_heads=2, segment_lengths=(16, 26), dilation_rates=(1, 2)
+    "wide values": _case((9, 26), (2, 3), value_dim=7, num_kv_heads=2, batch=2),
+    "narrow values, causal, masked": _case(
+        head_dim=6, value_dim=3, is_causal=True, masked="random", sinks=True, num_kv_heads=4
     ),
-    "documents, causal, masked": replace(_CASE, documents="some", batch=2, is_causal=True, masked="random"),
-    "documents in no order": replace(_CASE, documents="shuffled", num_kv_heads=4, dilation_rates=(2,)),
-    "dropout": replace(_CASE, dropout_p=0.4, batch=2, num_kv_heads=2, segment_lengths=(16, 26), dilation_rates=(1, 2)),
-    "dropout, causal, masked": replace(_CASE, dropout_p=0.2, is_causal=True, masked="random", num_kv_heads=4),
-    "dropout of a key seen twice": replace(_CASE, dropout_p=0.5, segment_lengths=(9, 9), dilation_rates=(2, 2)),
-    "dropout in documents": replace(_CASE, dropout_p=0.3, documents="some", batch=2, masked="random"),
-    "a window": replace(_CASE, segment_lengths=(None,), window_lengths=(7,), is_causal=True, num_kv_heads=2),
-    "a window to both sides": replace(_CASE, segment_lengths=(None,), window_lengths=(11,), num_kv_heads=4),
-    "a window of one token": replace(_CASE, segment_lengths=(None, 9), dilation_rates=(1, 2), window_lengths=(1, None)),
-    "a window longer than a shard": replace(
-        _CASE, seq_len=53, segment_lengths=(None,), dilation_rates=(2,), window_lengths=(37,), is_causal=True
+    "wide values of documents in a window": _case(
+        (None,), value_dim=9, documents="some", window_lengths=(8,), is_causal=True, batch=2
     ),
-    "windows within segments": replace(
-        _CASE, segment_lengths=(17, 26), dilation_rates=(1, 3), window_lengths=(5, 14), masked="random", batch=2
+    "narrow values with dropout and a soft cap": _case(
+        (26,), (3,), value_dim=1, dropout_p=0.3, score_mod="softcap", offset="every", num_kv_heads=2
     ),
-    "strides": replace(_CASE, segment_lengths=(None,), dilation_rates=(5,), offset="every", num_kv_heads=2),
-    "strides in a window, causal": replace(
-        _CASE,
-        segment_lengths=(None, 13),
-        dilation_rates=(3, 4),
-        window_lengths=(10, None),
-        offset="every",
-        is_causal=True,
-    ),
-    "documents in a window": replace(
-        _CASE, documents="some", batch=2, segment_lengths=(None,), window_lengths=(8,), is_causal=True, num_kv_heads=4
-    ),
-    "dropout in a window": replace(
-        _CASE, dropout_p=0.3, segment_lengths=(None,), window_lengths=(9,), is_causal=True, masked="random", batch=2
-    ),
-    "sinks": replace(_CASE, sinks=True, batch=2, num_kv_heads=2, segment_lengths=(12,), dilation_rates=(5,)),
-    "sinks, causal, masked": replace(_CASE, sinks=True, is_causal=True, masked="all", batch=2, num_kv_heads=4),
-    "sinks beside zero keys": replace(
-        _CASE, sinks=True, segment_lengths=(12, 40), dilation_rates=(4, 3), padding="zeros"
-    ),
-    "sinks in a window, as in gpt-oss": replace(
-        _CASE, sinks=True, segment_lengths=(None,), window_lengths=(8,), is_causal=True, num_kv_heads=2, dropout_p=0.2
-    ),
-    "a soft cap": replace(_CASE, score_mod="softcap", num_kv_heads=2, is_causal=True, masked="random"),
-    "ALiBi in a window": replace(
-        _CASE, score_mod="alibi", segment_lengths=(None, 12), dilation_rates=(2, 3), window_lengths=(9, None), batch=2
-    ),
-    "distances on a slide": replace(
-        _CASE, score_mod="distance", segment_lengths=(12, 40), dilation_rates=(4, 3), padding="zeros", num_kv_heads=2
-    ),
-    "even distances with dropout and sinks": replace(
-        _CASE, score_mod="parity", dropout_p=0.3, sinks=True, documents="some", batch=2, offset="every", num_kv_heads=4
-    ),
-    "wide values": replace(_CASE, value_dim=7, num_kv_heads=2, segment_lengths=(9, 26), dilation_rates=(2, 3), batch=2),
-    "narrow values, causal, masked": replace(
-        _CASE, head_dim=6, value_dim=3, is_causal=True, masked="random", sinks=True, num_kv_heads=4
-    ),
-    "wide values of documents in a window": replace(
-        _CASE, value_dim=9, documents="some", segment_lengths=(None,), window_lengths=(8,), is_causal=True, batch=2
-    ),
-    "narrow values with dropout and a soft cap": replace(
-        _CASE, value_dim=1, dropout_p=0.3, score_mod="softcap", offset="every", num_kv_heads=2, dilation_rates=(3,)
-    ),
-    "one component per head": replace(_CASE, head_dim=1, batch=2, num_kv_heads=2),
+    "one component per head": _case(head_dim=1, batch=2, num_kv_heads=2),
 }
 
-_LONGER = AttentionCase(
-    seq_len=163, segment_lengths=(163,), dilation_rates=(1,), num_heads=4, num_kv_heads=4, head_dim=16
-)
+_LONGER = AttentionCase(163, (163,), (1,), num_heads=4, num_kv_heads=4, head_dim=16)
 
 # The sequences are long, so that the largest error of plain attention is not small by chance.
 ROUNDED_CASES = (
@@ -163,29 +145,6 @@ ROUNDED_CASES = (
     replace(_LONGER, segment_lengths=(None,), is_causal=True, score_mod="softcap", seed=11),
     replace(_LONGER, segment_lengths=(None, None), dilation_rates=(1, 4), window_lengths=(24, 101), batch=2, seed=9),
 )
-
-
-def attend_once(adapter: str, layout: LayoutKind, case: AttentionCase, how: str) -> Any:
-    """Make the call that ``how`` names. Returns the results of this rank."""
-    call = call_here(adapter, case, layout=layout)
-    if how == "without seq_len":
-        return call(seq_len=None, return_lse=True)
-    if how == "under autocast":
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = call()
-        return out, torch.autograd.grad(out, call.inputs, call.grad_out.to(out.dtype))
-    if how == "out alone":
-        return call(), call(return_lse=True)
-    assert how == "no ring"
-    attention = type(call.attention)(case.segment_lengths, case.dilation_rates)
-    query, key, value, _, _ = case.tensors()
-    return attention(query, key, value, is_causal=case.is_causal, return_lse=True)
-
-
-def bits_differ(adapter: str, layout: LayoutKind, case: AttentionCase) -> list[str]:
-    """Make a call twice. Returns the names of the results of this rank that are not bitwise equal."""
-    first, second = (call_here(adapter, case, layout=layout).results() for _ in range(2))
-    return [name for name, tensor in first.computed().items() if not torch.equal(tensor, getattr(second, name))]
 
 
 @core
@@ -215,7 +174,7 @@ class CorrectnessTests(AdapterSuite):
         for rings in SIZES:
             if rings.capability in self.without:
                 continue
-            ((answers, *_),) = run_cases(world, self.adapter, rings, layout, [case])
+            ((answers, *_),) = calls.run_cases(world, self.adapter, rings, layout, [case])
             got = join(answers, case.seq_len, layout)
             if alone is None:
                 alone = got
@@ -223,52 +182,147 @@ class CorrectnessTests(AdapterSuite):
 
     @every_layout
     @pytest.mark.parametrize("case", ROUNDED_CASES[1:4], ids=["full", "dilated", "grouped"])
-    def test_a_repeated_call_gives_the_same_bits(self, world: World, layout: LayoutKind, case: AttentionCase) -> None:
-        assert world.run(bits_differ, self.adapter, layout, case) == [[]] * 4
+    @on_every_rank
+    def test_a_repeated_call_gives_the_same_bits(self, layout: LayoutKind, case: AttentionCase) -> None:
+        first, second = (self.call(case, layout=layout).results() for _ in range(2))
+        torch.testing.assert_close(first.computed(), second.computed(), rtol=0, atol=0)
 
-    def test_seq_len_defaults_to_equal_shards(self, world: World) -> None:
-        case = replace(_CASE, seq_len=24, is_causal=True)
-        assumed = world.run(attend_once, self.adapter, "zigzag", case, "without seq_len")
-        got = whole([Results(*answer) for answer in assumed], 24, "zigzag")
-        ((answers,),) = run_cases(world, self.adapter, FOUR, "zigzag", [case], gradients=False)
-        check_results(got, join(answers, 24, "zigzag"), 0)
+    @on_every_rank
+    def test_seq_len_defaults_to_equal_shards(self) -> None:
+        call = self.call(replace(_CASE, seq_len=24, is_causal=True), layout="zigzag")
+        torch.testing.assert_close(call(seq_len=None, return_lse=True), call(return_lse=True), rtol=0, atol=0)
 
-    def test_lse_is_returned_on_request(self, world: World) -> None:
-        case = replace(_CASE, batch=2, dtype=torch.bfloat16)
-        for out, (same_out, lse) in world.run(attend_once, self.adapter, "contiguous", case, "out alone"):
-            assert torch.equal(out, same_out)
-            assert out.requires_grad
-            assert out.dtype == torch.bfloat16
-            assert lse.dtype == torch.float32
-            assert lse.shape == (2, 4, out.shape[1])
-            assert not lse.requires_grad
+    @on_every_rank
+    def test_lse_is_returned_on_request(self) -> None:
+        call = self.call(replace(_CASE, batch=2, dtype=torch.bfloat16))
+        out, (same_out, lse) = call(), call(return_lse=True)
+        assert torch.equal(out, same_out)
+        assert out.requires_grad
+        assert not lse.requires_grad
+        found = out.dtype, lse.dtype, lse.shape
+        assert found == (torch.bfloat16, torch.float32, (2, 4, out.shape[1])), found
 
-    def test_autocast_casts_as_for_torch_attention(self, world: World) -> None:
-        case = replace(_CASE, dtype=torch.float32)
-        exact = join(run_cases(world, self.adapter, FOUR, "contiguous", [case])[0][0], 26)
-        outs, grads = zip(*world.run(attend_once, self.adapter, "contiguous", case, "under autocast"), strict=True)
-        assert {out.dtype for out in outs} == {torch.bfloat16}
-        assert {grad.dtype for rank_grads in grads for grad in rank_grads} == {torch.float32}
-        assert difference(torch.cat(outs, 1), exact.out) < 0.02
-        for name, parts in zip(("grad_query", "grad_key", "grad_value"), zip(*grads, strict=True), strict=True):
-            assert difference(torch.cat(parts, 1), getattr(exact, name)) < 0.1, name
+    @on_every_rank
+    def test_autocast_casts_as_for_torch_attention(self) -> None:
+        call = self.call(replace(_CASE, dtype=torch.float32))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = call()
+        grads = torch.autograd.grad(out, call.inputs, call.grad_out.to(out.dtype))
+        exact, *exact_grads = (x.float() for x in (call.expected().out, *call.expected()[2:5]) if x is not None)
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out.float(), exact, rtol=0, atol=0.02)
+        torch.testing.assert_close(list(grads), exact_grads, rtol=0, atol=0.1)
 
-    def test_no_ring_is_a_ring_of_one(self, world: World) -> None:
+    @on_every_rank
+    def test_no_ring_is_a_ring_of_one(self) -> None:
         case = replace(_CASE, dilation_rates=(2,))
-        wanted = join(run_cases(world, self.adapter, FOUR, "contiguous", [case], gradients=False)[0][0], 26)
-        for alone in world.run(attend_once, self.adapter, "contiguous", case, "no ring"):
-            check_results(Results(*alone), wanted, 1e-12)
+        attention = backend(self.adapter).RingDilatedAttention(case.segment_lengths, case.dilation_rates)
+        query, key, value, _, _ = case.tensors()
+        check_results(Results(*attention(query, key, value, return_lse=True)), calls.expected(case), 1e-12)
 
     @needs_gpu
     @pytest.mark.parametrize("rings", [FOUR, TWO], ids=str)
     @every_layout
     def test_ranks_that_share_a_gpu(self, world: World, rings: RingSpec, layout: LayoutKind) -> None:
         cases = list(EDGE_CASES.values())
-        answers = run_cases(world, self.adapter, rings, layout, cases, device="cuda")
-        alone = run_cases(world, self.adapter, rings, layout, cases)
+        answers = calls.run_cases(world, self.adapter, rings, layout, cases, device="cuda")
+        alone = calls.run_cases(world, self.adapter, rings, layout, cases)
         for case, on_gpu, on_cpu in zip(cases, answers, alone, strict=True):
             got, wanted = (join(by_ring[0], case.seq_len, layout) for by_ring in (on_gpu, on_cpu))
             check_results(got, wanted, 1e-10, case)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             shorter = [replace(case, dtype=dtype) for case in ROUNDED_CASES]
             check_rounding(world, self.adapter, rings, layout, shorter, device="cuda")
+
+
+CASE = AttentionCase(
+    41, (16, 41), (1, 2), batch=2, num_heads=4, num_kv_heads=2, is_causal=True, masked="random", dtype=torch.float64
+)
+
+
+class GradientTests(AdapterSuite):
+    @core
+    @every_ring_and_layout
+    @given(case=attention_cases(max_n=60, dtypes=[torch.float64]))
+    @examples(6)
+    def test_random_gradients_match_the_definition(
+        self, world: World, rings: RingSpec, layout: LayoutKind, case: AttentionCase
+    ) -> None:
+        check_exact(world, self.adapter, rings, layout, [case])
+
+    @core
+    @every_size_and_layout
+    def test_gradients_of_edge_cases_match_the_definition(
+        self, world: World, rings: RingSpec, layout: LayoutKind
+    ) -> None:
+        check_exact(world, self.adapter, rings, layout, list(EDGE_CASES.values()))
+
+    def test_gradients_of_some_edge_cases_match_the_definition(self, world: World) -> None:
+        check_exact(world, self.adapter, FOUR, "zigzag", [*EDGE_CASES.values()][::4])
+
+    @core
+    @pytest.mark.parametrize(
+        "needed", [("query",), ("key",), ("value",), ("key", "value"), ("query", "value")], ids="-".join
+    )
+    @on_every_rank
+    def test_only_some_inputs_need_gradients(self, needed: tuple[str, ...]) -> None:
+        call = self.call(CASE, gradients=False)
+        for name in needed:
+            getattr(call, name).requires_grad_()
+        call().backward(call.grad_out)
+        for name, x, wanted in zip(("query", "key", "value"), call.inputs, call.expected()[2:5], strict=True):
+            torch.testing.assert_close(x.grad, wanted if name in needed else None, rtol=0, atol=FP64_TOLERANCE)
+
+    @core
+    @pytest.mark.parametrize("order", [(0, 1), (1, 0), (1, 0, 1)], ids=str)
+    @on_every_rank
+    def test_backwards_in_any_order(self, order: tuple[int, ...]) -> None:
+        other = replace(CASE, is_causal=False, segment_lengths=(24, 13), seed=5)
+        calls = [self.call(CASE), self.call(other)]
+        outs = [call(return_lse=True) for call in calls]
+        grads = {index: calls[index].gradients(outs[index][0], retain_graph=True) for index in order}
+        for index, (out, lse) in enumerate(outs):
+            got = Results(out.detach(), lse, *grads[index])
+            check_results(got, calls[index].expected(), FP64_TOLERANCE, f"call {index}, backwards {order}")
+
+    @core
+    @on_every_rank
+    def test_gradients_accumulate(self) -> None:
+        call = self.call(CASE)
+        for _ in range(2):
+            call().backward(call.grad_out)
+        halves = [x.grad / 2 for x in call.inputs if x.grad is not None]
+        torch.testing.assert_close(halves, list(call.expected()[2:5]), rtol=0, atol=FP64_TOLERANCE)
+
+    @core
+    @on_every_rank
+    def test_query_key_and_value_may_be_one_tensor(self) -> None:
+        """Its gradient is the sum of the gradients of three copies."""
+        call = self.call(replace(CASE, num_kv_heads=CASE.num_heads))
+        attention, x, options = call.attention, call.query, call.options
+        (together,) = torch.autograd.grad(attention(x, x, x, **options), x, call.grad_out)
+        copies = [x.detach().clone().requires_grad_() for _ in range(3)]
+        apart = torch.autograd.grad(attention(*copies, **options), copies, call.grad_out)
+        torch.testing.assert_close(together, torch.stack(apart).sum(0), rtol=0, atol=FP64_TOLERANCE)
+
+    @core
+    @on_every_rank
+    def test_a_second_derivative_is_refused(self) -> None:
+        call = self.call(CASE)
+        grads = call.gradients(call(), create_graph=True)
+        squares = torch.stack([grad.square().sum() for grad in grads]).sum()
+        ending(squares.backward).check(RuntimeError, "derivative")
+
+    @core
+    @on_every_rank
+    def test_calls_without_gradients(self) -> None:
+        call = self.call(CASE)
+        out = call()
+        assert out.requires_grad
+        others = [self.call(CASE, gradients=False)()]
+        for context in (torch.no_grad, torch.inference_mode):
+            with context():
+                others.append(call())
+        for other in others:
+            assert torch.equal(other, out)
+            assert not other.requires_grad

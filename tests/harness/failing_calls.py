@@ -9,22 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ring_backends.testing.calls import local_call
-from ring_backends.testing.rings import RingSpec, new_ring
 from ring_backends.testing.strategies import AttentionCase
 
-SMALL_CASE = AttentionCase(
-    seq_len=16,
-    segment_lengths=(16,),
-    dilation_rates=(1,),
-    batch=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    dtype=torch.float64,
-)
+SMALL_CASE = AttentionCase(16, (16,), (1,), batch=2, num_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float64)
 
 
 SHORT = 3.0
@@ -59,10 +47,11 @@ class Ended:
         assert self.seconds < within, self
 
 
-def ending(function: Callable[..., Any]) -> Ended:
+def ending(function: Callable[..., Any], *args: Any, **options: Any) -> Ended:
+    """Call a function. Returns how it ended."""
     start = time.monotonic()
     try:
-        function()
+        function(*args, **options)
     except Exception as error:
         bases = tuple(base.__name__ for base in type(error).__mro__)
         return Ended(type(error).__name__, bases, str(error), time.monotonic() - start)
@@ -71,9 +60,3 @@ def ending(function: Callable[..., Any]) -> Ended:
 
 ODD_RANK = 1
 """The rank that does something else than the others, or fails."""
-
-
-def attend_on_a_new_ring(adapter: str, rings: RingSpec) -> Tensor:
-    ring = new_ring(adapter, rings)
-    out: Tensor = local_call(adapter, ring, SMALL_CASE)()
-    return out.detach()

@@ -1,4 +1,4 @@
-"""Faults during a call: their effect on the other ranks of the ring, on other rings, and on later calls.
+"""Faults: if a rank fails during a call, skips it or dies, the other ranks raise in time, and other rings work.
 
 After a good call, one rank is killed, exits, stops, raises or is late at one hop. Every surviving rank has to raise in
 time, and has to work on a new ring afterwards. If the rank is only late, the call has to succeed.
@@ -12,7 +12,6 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Literal, NoReturn
 from unittest import mock
 
@@ -24,21 +23,12 @@ from torch import Tensor
 from ring_backends.engine.tiles import TileRunner
 from ring_backends.errors import RingPeerError
 from ring_backends.ring.transfer import Transfer
-from ring_backends.testing.calls import (
-    FP64_TOLERANCE,
-    Results,
-    case_of_ring,
-    check_results,
-    difference,
-    expected,
-    local_call,
-    whole,
-)
-from ring_backends.testing.capabilities import AdapterSuite, requires
-from ring_backends.testing.failing_calls import ODD_RANK, SMALL_CASE, Ended, ending
+from ring_backends.testing.calls import case_of_ring, local_call
+from ring_backends.testing.capabilities import AdapterSuite, core, requires
+from ring_backends.testing.failing_calls import A_MOMENT, AT_ONCE, ODD_RANK, SHORT, SMALL_CASE, Ended, ending
 from ring_backends.testing.marks import MORE_CASES, matrix_but
 from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, get_ready, new_ring
-from ring_backends.testing.world import World
+from ring_backends.testing.world import World, on_every_rank
 
 TIMEOUT, BOUND, LATE = 3.0, 5.0, 1.0
 """Seconds: the timeout of a ring, the time after it within which every rank raises, and the delay of a late rank."""
@@ -85,47 +75,44 @@ def num_hops(ring_size: int) -> int:
 
 @dataclass(frozen=True)
 class Aftermath:
-    """The report of a rank after a fault.
+    """The report of a rank of the first ring after a fault.
 
     Attributes:
-        results: the results of the call. In another ring, those of its last call. None if the call failed.
         ended: how the call ended, and how the next call on the same ring ended.
-        renewed: the output of a call on a new ring of the survivors.
         left: how ``destroy_process_group`` ended. It is called only if a rank is lost.
     """
 
-    results: Results | None = None
-    ended: tuple[Ended, ...] = ()
-    renewed: Tensor | None = None
+    ended: tuple[Ended, ...]
     left: Ended | None = None
 
 
-def call_with_fault(adapter: str, rings: RingSpec, fault: Fault) -> Aftermath:
-    """Make two calls. In the second, rank 1 of the first ring has the fault."""
+def call_with_fault(adapter: str, rings: RingSpec, fault: Fault) -> Aftermath | None:
+    """Make two calls. In the second, rank 1 of the first ring has the fault. Returned results are exact."""
     rank = dist.get_rank()
     ring, place = new_ring(adapter, rings, TIMEOUT), rings.place(rank)
     assert place is not None
     call = local_call(adapter, ring, case_of_ring(SMALL_CASE, place[0]))
-    results = call.results()
+    call.check()
     if place[0] > 0:
         for _ in range(CALLS_MEANWHILE):
-            results = call.results()
-        return Aftermath(results)
+            call.check()
+        return None
     if place[1] == ODD_RANK:
         inject(fault, call.attention)
-    made: list[Results] = []
-    ended = ending(lambda: made.append(call.results()))
+    ended = ending(call.check)
     mock.patch.stopall()
     if fault.kind == "late":
-        return Aftermath(made[0], (ended,))
-    if made:  # this rank did not wait for the lost rank again; its next call raises
-        ended = ending(lambda: call.results())
-    ended_again = ending(lambda: call.results())
+        return Aftermath((ended,))
+    if ended.error == "no error":  # this rank did not wait for the lost rank again; its next call raises
+        ended = ending(call.results)
+    ended_again = ending(call.results)
     if fault.kind == "raises":  # all ranks are alive
-        return Aftermath(ended=(ended, ended_again), renewed=attend_anew(adapter, rings.rings[0]))
+        attend_anew(adapter, rings.rings[0])
+        return Aftermath((ended, ended_again))
     survivors = tuple(other for other in rings.rings[0] if other != rings.rings[0][ODD_RANK])
-    renewed = attend_anew(adapter, survivors) if len(survivors) > 1 else None
-    return Aftermath(None, (ended, ended_again), renewed, ending(dist.destroy_process_group))
+    if len(survivors) > 1:
+        attend_anew(adapter, survivors)
+    return Aftermath((ended, ended_again), ending(dist.destroy_process_group))
 
 
 def inject(fault: Fault, attention: Any) -> None:
@@ -150,13 +137,11 @@ def _boom(*_: object) -> NoReturn:
     raise Boom("no room for a tile")
 
 
-def attend_anew(adapter: str, ranks: tuple[int, ...]) -> Tensor:
-    """Call attention on a new ring of these ranks. Returns the output of this rank."""
+def attend_anew(adapter: str, ranks: tuple[int, ...]) -> None:
+    """Check a call on a new ring of these ranks."""
     # Only the survivors make this call. It waits for no other rank, since all have made equally many groups.
-    group = dist.new_group(list(ranks))
-    ring = backend(adapter).initialize(group=group, timeout=timedelta(seconds=60))
-    out: Tensor = local_call(adapter, ring, SMALL_CASE)()
-    return out.detach()
+    ring = backend(adapter).initialize(group=dist.new_group(list(ranks)), timeout=60)
+    local_call(adapter, ring, SMALL_CASE).check()
 
 
 KINDS_OF_LOSS: tuple[Kind, ...] = ("killed", "exits", "stopped")
@@ -187,23 +172,18 @@ class FaultTests(AdapterSuite):
     @requires("a lost rank")
     def test_a_rank_is_lost(self, world: World, rings: RingSpec, fault: Fault) -> None:
         world.run(get_ready, self.adapter)
-        ring, *others = rings.rings
+        ring = rings.rings[0]
         silent = [ring[ODD_RANK]] if fault.kind == "stopped" else []
         outcomes = world.run_collect(call_with_fault, self.adapter, rings, fault, silent=silent, timeout=60)
-        lost = outcomes[ring[ODD_RANK]]
-        assert lost.status == ("no answer" if fault.kind == "stopped" else "died"), lost
-        survivors = [rank for rank in range(rings.size) if rank != ODD_RANK]
-        renewed = []
-        for rank in survivors:
-            outcome = outcomes[ring[rank]]
+        for rank, outcome in enumerate(outcomes):
+            if rank == ring[ODD_RANK]:
+                assert outcome.status == ("no answer" if fault.kind == "stopped" else "died"), outcome
+                continue
             assert outcome.status == "returned", outcome
-            self.check_error(outcome.value, rank)
-            assert outcome.value.left.error == "no error", outcome.value.left
-            assert outcome.value.left.seconds < BOUND
-            renewed.append(outcome.value.renewed)
-        if len(survivors) > 1:
-            assert difference(torch.cat(renewed, 1), expected(SMALL_CASE, gradients=False).out) <= FP64_TOLERANCE
-        self.check_undisturbed(outcomes, others)
+            if rank in ring:
+                self.check_error(outcome.value, ring.index(rank))
+                assert outcome.value.left.error == "no error", outcome.value.left
+                assert outcome.value.left.seconds < BOUND
 
     @pytest.mark.parametrize("hop", matrix_but(1, of=range(4)))
     def test_a_rank_raises(self, world: World, hop: int) -> None:
@@ -224,19 +204,15 @@ class FaultTests(AdapterSuite):
 
     def check_raised(self, world: World, hop: int) -> list[float]:
         """Check the errors, and return the seconds after which each of the other ranks raised."""
-        outcomes = world.run_collect(call_with_fault, self.adapter, FOUR, Fault("raises", hop))
         seconds = []
-        for rank, outcome in enumerate(outcomes):
-            assert outcome.status == "returned", outcome
-            first, again = outcome.value.ended
+        for rank, aftermath in enumerate(world.run(call_with_fault, self.adapter, FOUR, Fault("raises", hop))):
+            first, again = aftermath.ended
             if rank == ODD_RANK:
                 assert first.error == "Boom", first
             else:
                 first.check(RingPeerError, f"rank {ODD_RANK} raised Boom: no room for a tile", within=TIMEOUT + BOUND)
                 seconds.append(first.seconds)
             again.check(RingPeerError)
-        renewed = torch.cat([outcome.value.renewed for outcome in outcomes], 1)
-        assert difference(renewed, expected(SMALL_CASE, gradients=False).out) <= FP64_TOLERANCE
         return seconds
 
     @pytest.mark.parametrize(
@@ -249,10 +225,10 @@ class FaultTests(AdapterSuite):
     )
     def test_a_rank_is_late(self, world: World, rings: RingSpec, hop: int) -> None:
         by_rank = world.run(call_with_fault, self.adapter, rings, Fault("late", hop))
-        for index, ring in enumerate(rings.rings):
-            got = whole([by_rank[rank].results for rank in ring], SMALL_CASE.seq_len, "contiguous")
-            check_results(got, expected(case_of_ring(SMALL_CASE, index)), FP64_TOLERANCE)
-        assert by_rank[rings.rings[0][ODD_RANK]].ended[0].seconds >= LATE
+        for rank in rings.rings[0]:
+            (ended,) = by_rank[rank].ended
+            assert ended.error == "no error", ended
+            assert rank != ODD_RANK or ended.seconds >= LATE
 
     def check_error(self, aftermath: Aftermath, rank: int) -> None:
         first, again = aftermath.ended
@@ -261,7 +237,67 @@ class FaultTests(AdapterSuite):
         assert re.search(r"from rank \[\d?\] and to rank \[\d?\]", first.message), first
         again.check(RingPeerError, "initialize()", within=1)
 
-    def check_undisturbed(self, outcomes: list[Any], others: list[tuple[int, ...]]) -> None:
-        for index, ring in enumerate(others, start=1):
-            got = whole([outcomes[rank].value.results for rank in ring], SMALL_CASE.seq_len, "contiguous")
-            check_results(got, expected(case_of_ring(SMALL_CASE, index)), FP64_TOLERANCE)
+
+def die(adapter: str) -> None:
+    """Rank 3 of 4 is killed while the other ranks make a call."""
+    ring = new_ring(adapter, FOUR)
+    call = local_call(adapter, ring, SMALL_CASE)
+    call()
+    if ring.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    call()
+
+
+def attend_on_a_new_ring(adapter: str) -> None:
+    local_call(adapter, new_ring(adapter, FOUR), SMALL_CASE).check()
+
+
+class LostPeerTests(AdapterSuite):
+    @core
+    @on_every_rank
+    def test_a_backward_of_unshard_on_one_rank_is_reported_in_time(self) -> None:
+        ring = self.new_ring(seconds=SHORT)
+        whole = ring.unshard(torch.ones(1, 2, requires_grad=True))
+        if ring.rank == ODD_RANK:
+            ended = ending(whole.sum().backward)
+            ended.check(RingPeerError, "unshard (backward of call", within=SHORT + A_MOMENT)
+
+    @on_every_rank
+    def test_a_rank_that_stays_away_is_reported_in_time(self) -> None:
+        """Rank 2 of 4 skips the second of two equal calls. Then the other ranks call again."""
+        call = self.new_call(seconds=SHORT)
+        call()
+        rank = call.attention.ring.rank
+        if rank != 2:
+            ended = ending(call)
+            ended.check(RingPeerError, within=SHORT + A_MOMENT)
+            pattern = rf"rank {rank} waited in step \d+ of forward.*from rank \[\d.*to rank \[\d"
+            assert re.search(pattern, ended.message), ended
+            ending(call).check(RingPeerError, "initialize()", within=1)
+        self.new_call().check()
+
+    @core
+    @requires("several rings per world")
+    @on_every_rank
+    def test_a_rank_may_stay_away_at_any_time(self) -> None:
+        """In the first ring a rank skips the first call. In the second ring a rank skips the backward."""
+        call = self.new_call(TWO, SHORT)
+        is_second_ring, odd = dist.get_rank() >= 2, call.attention.ring.rank == 1
+        out = call() if is_second_ring else None
+        if odd:
+            return
+        ended = ending(call) if out is None else ending(out.backward, call.grad_out)
+        ended.check(RingPeerError, "[1]", within=SHORT + A_MOMENT)
+        pattern = r"step \d+ of backward .* from rank \[1\] and to rank \[1\]"
+        assert out is None or re.search(pattern, ended.message), ended
+
+    @requires("a lost rank")
+    def test_a_rank_that_dies_is_reported_at_once(self, world: World) -> None:
+        world.run(get_ready, self.adapter)
+        start = time.monotonic()
+        *survivors, dead = world.run_collect(die, self.adapter)
+        assert time.monotonic() - start < 5 + AT_ONCE
+        assert dead.status == "died"
+        for outcome in survivors:
+            assert outcome.raised(RingPeerError), "\n".join(map(str, survivors))
+        world.run(attend_on_a_new_ring, self.adapter)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,22 +15,13 @@ from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.kernels.score_mod import identity
 from ring_backends.ring.collectives import agree
 from ring_backends.schedule.layout import LayoutKind
-from ring_backends.testing.calls import difference, expected, local_call, new_attention
+from ring_backends.testing.calls import local_call, new_attention
 from ring_backends.testing.capabilities import AdapterSuite, core
-from ring_backends.testing.failing_calls import (
-    A_MOMENT,
-    AT_ONCE,
-    ODD_RANK,
-    SHORT,
-    SMALL_CASE,
-    Ended,
-    attend_on_a_new_ring,
-    ending,
-)
+from ring_backends.testing.failing_calls import A_MOMENT, AT_ONCE, ODD_RANK, SHORT, SMALL_CASE, ending
 from ring_backends.testing.marks import matrix_but
-from ring_backends.testing.rings import FOUR, get_ready, new_ring, ring_of
+from ring_backends.testing.rings import FOUR
 from ring_backends.testing.score_functions import see_even_distances
-from ring_backends.testing.world import World
+from ring_backends.testing.world import on_every_rank
 
 
 @dataclass(frozen=True)
@@ -84,20 +75,6 @@ DIFFERENCES = {
 }
 
 
-def disagree(adapter: str, name: str) -> None:
-    """The first call of one rank differs."""
-    ring = new_ring(adapter, FOUR)
-    case, difference = SMALL_CASE, DIFFERENCES[name]
-    gradients, modules = True, (0, 1)
-    if ring.rank == ODD_RANK:
-        case = replace(case, **difference.changes)
-        ring = ring.with_layout(difference.layout)
-        gradients, modules = difference.gradients, difference.modules
-    attentions = [new_attention(adapter, ring, case) for _ in range(2)]
-    for module in modules:
-        local_call(adapter, ring, case, gradients=gradients, attention=attentions[module])()
-
-
 LATER = {
     "batch": ("batch", "2", "64"),
     "order of two modules": ("order of calls", "attention 1", "attention 2"),
@@ -112,61 +89,6 @@ LATER = {
 HUNDREDS = 300
 
 
-def disagree_later(adapter: str, name: str, seconds: float) -> tuple[Ended, Ended]:
-    """All ranks agree on two calls. Then one rank makes the difference ``name``. Then all ranks make an equal call."""
-    ring = new_ring(adapter, FOUR, seconds)
-    other_case = SMALL_CASE
-    if name == "batch":
-        other_case = replace(SMALL_CASE, batch=64)
-    attention = new_attention(adapter, ring, SMALL_CASE)
-    other_attention = attention
-    if name in ("order of two modules", "a skipped call"):
-        other_attention = new_attention(adapter, ring, SMALL_CASE)
-    call = local_call(adapter, ring, SMALL_CASE, attention=attention)
-    other_call = local_call(adapter, ring, other_case, attention=other_attention)
-    outs = [call(), other_call()]
-    outs[0].backward(call.grad_out, retain_graph=True)
-    odd = ring.rank == ODD_RANK
-    if name == "a skipped call":
-        return ending(lambda: (None if odd else call(), other_call())), ending(call)
-    if name == "after hundreds of calls":
-        for _ in range(HUNDREDS):
-            call()
-        return ending(lambda: call(is_causal=odd)), ending(call)
-    if name == "order of two backwards":
-        again = call()
-        return ending(lambda: (again if odd else outs[0]).backward(call.grad_out)), ending(call)
-    if name == "backward before forward":
-        return ending(call if odd else lambda: outs[0].backward(call.grad_out)), ending(call)
-    return ending(other_call if odd else call), ending(call)
-
-
-def refuse_alone(adapter: str) -> tuple[Ended, Ended, Ended]:
-    """One rank passes a bad argument in the first call. Then all ranks call, and compare earlier values."""
-    ring = new_ring(adapter, FOUR)
-    call = local_call(adapter, ring, SMALL_CASE)
-    agree(ring, "first", values={"number": 1})
-    refused = ending(lambda: call(is_causal=1 if ring.rank == ODD_RANK else True))
-    return refused, ending(call), ending(lambda: agree(ring, "last"))
-
-
-def refuse_alone_later(adapter: str) -> tuple[Ended, Ended, Tensor]:
-    """One rank passes a bad argument in an agreed call. Then all ranks call again, and on a new ring."""
-    ring = new_ring(adapter, FOUR)
-    call = local_call(adapter, ring, SMALL_CASE)
-    call()
-    odd = ring.rank == ODD_RANK
-    return ending(lambda: call(is_causal=1 if odd else False)), ending(call), attend_on_a_new_ring(adapter, FOUR)
-
-
-def refuse_together(adapter: str) -> tuple[Ended, Tensor]:
-    """All ranks pass a bad argument in an agreed call. Then all ranks make the call."""
-    ring = new_ring(adapter, FOUR)
-    call = local_call(adapter, ring, SMALL_CASE)
-    call()
-    return ending(lambda: call(is_causal=1)), call().detach()
-
-
 UNSHARDED: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
     "dtype": ("dtype", lambda x: (x.int(), 8)),
     "sizes": ("sizes of the other dims", lambda x: (x[..., :1], 8)),
@@ -175,111 +97,136 @@ UNSHARDED: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
 }
 
 
-def unshard_differently(adapter: str, name: str) -> tuple[Ended, list[float]]:
-    """One rank passes other arguments to unshard. Then all ranks pass equal ones."""
-    ring = new_ring(adapter, FOUR)
-    x = torch.full((1, 2, 3), float(ring.rank))
-    mine, seq_len = UNSHARDED[name][1](x.clone()) if ring.rank == ODD_RANK else (x, 8)
-    ended = ending(lambda: ring.unshard(mine, seq_len=seq_len))
-    return ended, ring.unshard(x, seq_len=8)[0, :, 0].tolist()
-
-
-def refuse_to_unshard(adapter: str) -> Ended:
-    """One rank passes an invalid ``dim`` in an agreed call of unshard."""
-    ring = new_ring(adapter, FOUR)
-    x = torch.ones(1, 2)
-    ring.unshard(x)
-    return ending(lambda: ring.unshard(x, 7 if ring.rank == ODD_RANK else 1))
-
-
-def differentiate_twice(adapter: str) -> Ended:
-    ring = ring_of(adapter, FOUR)
-    x = torch.ones(1, 2, requires_grad=True)
-    (grad,) = torch.autograd.grad((ring.unshard(x) ** 3).sum(), x, create_graph=True)
-    return ending(grad.square().sum().backward)
-
-
-def unshard_or_attend(adapter: str, seconds: float) -> Ended:
-    """One rank calls unshard while the others call attention. All ranks have made both calls before."""
-    ring = new_ring(adapter, FOUR, seconds)
-    call, x = local_call(adapter, ring, SMALL_CASE), torch.ones(1, 2)
-    call()
-    ring.unshard(x)
-    return ending(lambda: ring.unshard(x) if ring.rank == ODD_RANK else call())
-
-
 class MismatchTests(AdapterSuite):
     @core
     @pytest.mark.parametrize("name", DIFFERENCES)
-    def test_ranks_that_disagree_are_reported_at_once(self, world: World, name: str) -> None:
-        world.run(get_ready, self.adapter)
-        start = time.monotonic()
-        outcomes = world.run_collect(disagree, self.adapter, name)
-        assert time.monotonic() - start < AT_ONCE
-        different = DIFFERENCES[name]
-        for outcome in outcomes:
-            outcome.check(RingMismatchError, named(different.name, different.usual, different.odd))
+    @on_every_rank
+    def test_ranks_that_disagree_are_reported_at_once(self, name: str) -> None:
+        """The first call of one rank differs."""
+        ring, case, different = self.new_ring(), SMALL_CASE, DIFFERENCES[name]
+        gradients, modules = True, (0, 1)
+        if ring.rank == ODD_RANK:
+            case = replace(case, **different.changes)
+            ring = ring.with_layout(different.layout)
+            gradients, modules = different.gradients, different.modules
+        attentions = [new_attention(self.adapter, ring, case) for _ in range(2)]
+
+        def attend() -> None:
+            for module in modules:
+                local_call(self.adapter, ring, case, gradients=gradients, attention=attentions[module])()
+
+        text = named(different.name, different.usual, different.odd)
+        ending(attend).check(RingMismatchError, text, within=AT_ONCE)
 
     @core
     @pytest.mark.parametrize("name", matrix_but("batch", of=LATER))
-    def test_ranks_that_disagree_later_are_reported_in_time(self, world: World, name: str) -> None:
-        """The ranks have agreed on both calls before. Therefore no check precedes the first hop."""
-        for first, again in world.run(disagree_later, self.adapter, name, SHORT):
-            first.check(RingMismatchError, named(*LATER[name]), within=SHORT + A_MOMENT)
-            again.check(RingPeerError, "initialize()")
+    @on_every_rank
+    def test_ranks_that_disagree_later_are_reported_in_time(self, name: str) -> None:
+        """The ranks have agreed on both calls before. Therefore no check precedes the first hop.
+
+        Then one rank makes the difference, and then all ranks make an equal call.
+        """
+        ring = self.new_ring(seconds=SHORT)
+        other_case = replace(SMALL_CASE, batch=64) if name == "batch" else SMALL_CASE
+        attention = other_attention = new_attention(self.adapter, ring, SMALL_CASE)
+        if name in ("order of two modules", "a skipped call"):
+            other_attention = new_attention(self.adapter, ring, SMALL_CASE)
+        call = local_call(self.adapter, ring, SMALL_CASE, attention=attention)
+        other_call = local_call(self.adapter, ring, other_case, attention=other_attention)
+        outs = [call(), other_call()]
+        outs[0].backward(call.grad_out, retain_graph=True)
+        odd = ring.rank == ODD_RANK
+
+        def both() -> None:
+            call()
+            other_call()
+
+        differ: Callable[[], Any] = other_call if odd else call
+        if name == "a skipped call":
+            differ = other_call if odd else both
+        elif name == "after hundreds of calls":
+            for _ in range(300):
+                call()
+            differ = partial(call, is_causal=odd)
+        elif name == "order of two backwards":
+            again = call()
+            differ = partial((again if odd else outs[0]).backward, call.grad_out)
+        elif name == "backward before forward" and not odd:
+            differ = partial(outs[0].backward, call.grad_out)
+        ending(differ).check(RingMismatchError, named(*LATER[name]), within=SHORT + A_MOMENT)
+        ending(call).check(RingPeerError, "initialize()")
 
     @core
-    def test_a_refusal_on_one_rank_is_reported_to_the_others(self, world: World) -> None:
-        for rank, (ended, *next_calls) in enumerate(world.run(refuse_alone, self.adapter)):
-            assert ended.seconds < AT_ONCE, ended
-            assert [ended_next.error for ended_next in next_calls] == ["no error"] * 2, next_calls
-            if rank == ODD_RANK:
-                ended.check(TypeError)
-            else:
-                ended.check(RingMismatchError, "is_causal = 1")
+    @on_every_rank
+    def test_a_refusal_on_one_rank_is_reported_to_the_others(self) -> None:
+        """One rank passes a bad argument in the first call. Then all ranks call, and compare earlier values."""
+        call = self.new_call()
+        ring = call.attention.ring
+        agree(ring, "first", values={"number": 1})
+        refused = ending(call, is_causal=1 if ring.rank == ODD_RANK else True)
+        if ring.rank == ODD_RANK:
+            refused.check(TypeError, within=AT_ONCE)
+        else:
+            refused.check(RingMismatchError, "is_causal = 1", within=AT_ONCE)
+        call()
+        agree(ring, "last")
 
     @core
-    def test_a_refusal_of_an_agreed_call_is_reported_to_the_others(self, world: World) -> None:
-        outcomes = world.run(refuse_alone_later, self.adapter)
-        for rank, (ended, ended_again, _) in enumerate(outcomes):
-            assert ended.seconds < AT_ONCE, ended
-            if rank == ODD_RANK:
-                ended.check(TypeError)
-                ended_again.check(RingMismatchError)
-            else:
-                ended.check(RingMismatchError, f"rank {ODD_RANK} refused its arguments with TypeError: is_causal = 1")
-                ended_again.check(RingPeerError)
-            assert ended_again.seconds < AT_ONCE, ended_again
-            assert "initialize()" in ended_again.message, ended_again
-        outs = [out for _, _, out in outcomes]
-        assert difference(torch.cat(outs, 1), expected(SMALL_CASE, gradients=False).out) <= 1e-10
+    @on_every_rank
+    def test_a_refusal_of_an_agreed_call_is_reported_to_the_others(self) -> None:
+        """One rank passes a bad argument in an agreed call. Then all ranks call again, and on a new ring."""
+        call = self.new_call()
+        call()
+        odd = call.attention.ring.rank == ODD_RANK
+        refused, again = ending(call, is_causal=1 if odd else False), ending(call)
+        text = "is_causal = 1" if odd else f"rank {ODD_RANK} refused its arguments with TypeError: is_causal = 1"
+        refused.check(TypeError if odd else RingMismatchError, text, within=AT_ONCE)
+        again.check(RingMismatchError if odd else RingPeerError, "initialize()", within=AT_ONCE)
+        self.new_call().check()
 
     @core
-    def test_a_call_that_all_ranks_refuse_leaves_the_ring_as_it_is(self, world: World) -> None:
-        endings, outs = zip(*world.run(refuse_together, self.adapter), strict=True)
-        assert all(ended.is_a(TypeError) for ended in endings), endings
-        assert difference(torch.cat(outs, 1), expected(SMALL_CASE, gradients=False).out) <= 1e-10
+    @on_every_rank
+    def test_a_call_that_all_ranks_refuse_leaves_the_ring_as_it_is(self) -> None:
+        call = self.new_call()
+        call()
+        ending(call, is_causal=1).check(TypeError)
+        call.check()
 
     @core
     @pytest.mark.parametrize("name", UNSHARDED)
-    def test_ranks_that_unshard_differently_are_reported(self, world: World, name: str) -> None:
-        for ended, afterwards in world.run(unshard_differently, self.adapter, name):
-            ended.check(RingMismatchError, UNSHARDED[name][0], within=AT_ONCE)
-            assert afterwards == [0, 0, 1, 1, 2, 2, 3, 3]
+    @on_every_rank
+    def test_ranks_that_unshard_differently_are_reported(self, name: str) -> None:
+        """One rank passes other arguments to unshard. Then all ranks pass equal ones."""
+        ring, (field, change) = self.new_ring(), UNSHARDED[name]
+        x = torch.full((1, 2, 3), float(ring.rank))
+        mine, seq_len = change(x.clone()) if ring.rank == ODD_RANK else (x, 8)
+        ending(ring.unshard, mine, seq_len=seq_len).check(RingMismatchError, field, within=AT_ONCE)
+        afterwards = ring.unshard(x, seq_len=8)[0, :, 0].tolist()
+        assert afterwards == [0, 0, 1, 1, 2, 2, 3, 3], afterwards
 
     @core
-    def test_a_rank_that_refuses_to_unshard_is_reported(self, world: World) -> None:
-        for rank, ended in enumerate(world.run(refuse_to_unshard, self.adapter)):
-            ended.check(IndexError if rank == ODD_RANK else RingMismatchError)
-            assert "Dimension out of range" in ended.message or "index out of range" in ended.message, ended
-            assert ended.seconds < AT_ONCE, ended
+    @on_every_rank
+    def test_a_rank_that_refuses_to_unshard_is_reported(self) -> None:
+        """One rank passes an invalid ``dim`` in an agreed call of unshard."""
+        ring, x = self.new_ring(), torch.ones(1, 2)
+        ring.unshard(x)
+        ended = ending(ring.unshard, x, 7 if ring.rank == ODD_RANK else 1)
+        ended.check(IndexError if ring.rank == ODD_RANK else RingMismatchError, "out of range", within=AT_ONCE)
 
     @core
-    def test_second_derivatives_of_unshard_are_refused(self, world: World) -> None:
-        for ended in world.run(differentiate_twice, self.adapter):
-            ended.check(RuntimeError, "once_differentiable")
+    @on_every_rank
+    def test_second_derivatives_of_unshard_are_refused(self) -> None:
+        x = torch.ones(1, 2, requires_grad=True)
+        (grad,) = torch.autograd.grad((self.ring().unshard(x) ** 3).sum(), x, create_graph=True)
+        ending(grad.square().sum().backward).check(RuntimeError, "once_differentiable")
 
     @core
-    def test_unsharding_and_attending_are_distinguished(self, world: World) -> None:
-        for ended in world.run(unshard_or_attend, self.adapter, SHORT):
-            ended.check(RingMismatchError, "order of calls", "unshard", within=SHORT + A_MOMENT)
+    @on_every_rank
+    def test_unsharding_and_attending_are_distinguished(self) -> None:
+        """One rank calls unshard while the others call attention. All ranks have made both calls before."""
+        call, x = self.new_call(seconds=SHORT), torch.ones(1, 2)
+        ring = call.attention.ring
+        call()
+        ring.unshard(x)
+        ended = ending(partial(ring.unshard, x) if ring.rank == ODD_RANK else call)
+        ended.check(RingMismatchError, "order of calls", "unshard", within=SHORT + A_MOMENT)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,13 @@ MAX_LEN = 32
 _WIDTH, _HEADS = 12, 3
 
 MakeAttention = Callable[[], nn.Module]
+
+
+def randomize(parameters: Iterable[tuple[str, nn.Parameter]], seed: int, scale: float = 1.0) -> None:
+    """Give the parameters random values, in their order."""
+    generator = torch.Generator().manual_seed(seed)
+    for _, parameter in parameters:
+        parameter.data = torch.randn(parameter.shape, generator=generator) * scale
 
 
 class DenseAttention(nn.Module):
@@ -60,12 +67,11 @@ class LanguageModel(nn.Module):
         if tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor, positions: Tensor, seq_len: int) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, seq_len: int) -> Any:
         x = self.embedding(tokens) + self.places(positions)
         for block in self.blocks:
             x = block(x, seq_len)
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 class OddModel(nn.Module):
@@ -80,12 +86,11 @@ class OddModel(nn.Module):
         self.attention = make_attention()
         self.register_buffer("module_scale", torch.tensor([0.5, 2.0, 1.0]).repeat_interleave(_WIDTH // 3))
 
-    def forward(self, tokens: Tensor, positions: Tensor, seq_len: int) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, seq_len: int) -> Any:
         x = nn.functional.embedding(tokens, self.weight) + self._forward_module["module"](positions)
         query, key, value = self.module(x).unflatten(-1, (3, _HEADS, -1)).unbind(-3)
         attended = self.attention(query, key, value, is_causal=True, seq_len=seq_len)
-        logits: Tensor = self.get_submodule("the head")(attended.flatten(-2) * self.module_scale)
-        return logits
+        return self.get_submodule("the head")(attended.flatten(-2) * self.module_scale)
 
 
 class Experts(nn.Module):
@@ -111,15 +116,12 @@ class BlocksOfExperts(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Experts(widths) for _ in range(2))
         self.out = nn.Linear(4, 1)
-        generator = torch.Generator().manual_seed(5)
-        for parameter in self.parameters():
-            parameter.data = torch.randn(parameter.shape, generator=generator) / 2
+        randomize(self.named_parameters(), 5, 0.5)
 
-    def forward(self, x: Tensor, expert: int | None) -> Tensor:
+    def forward(self, x: Tensor, expert: int | None) -> Any:
         for block in self.blocks:
             x = block(x, expert)
-        y: Tensor = self.out(x)
-        return y
+        return self.out(x)
 
 
 class TwoLayers(nn.Module):
@@ -130,9 +132,7 @@ class TwoLayers(nn.Module):
         self.layers = nn.ModuleList()
         for place in places:  # the order of registration
             self.layers.add_module(str(place), nn.Linear(4, 4))
-        generator = torch.Generator().manual_seed(3)
-        for _, parameter in sorted(self.named_parameters()):
-            parameter.data = torch.randn(parameter.shape, generator=generator) / 2
+        randomize(sorted(self.named_parameters()), 3, 0.5)
 
     def forward(self, x: Tensor, first: int, layers: Sequence[int] = (0, 1)) -> Tensor:
         order = reversed(layers) if first else layers
@@ -149,9 +149,8 @@ class Normalized(nn.Module):
         self.out = nn.Linear(4, 1)
         self.register_buffer("own", torch.zeros(2), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.out(self.norm(x))
-        return y
+    def forward(self, x: Tensor) -> Any:
+        return self.out(self.norm(x))
 
 
 class PlacedBlock(nn.Module):
@@ -178,19 +177,16 @@ class PlacedModel(nn.Module):
         self.blocks = nn.ModuleList(PlacedBlock() for _ in range(2))
         self.norm = nn.LayerNorm(4)
         self.register_buffer("waves", torch.linspace(0, 1, 4).sin())
-        generator = torch.Generator().manual_seed(7)
-        for parameter in self.parameters():
-            parameter.data = torch.randn(parameter.shape, generator=generator)
+        randomize(self.named_parameters(), 7)
 
-    def forward(self, coords: Tensor, features: Tensor | None) -> Tensor:
+    def forward(self, coords: Tensor, features: Tensor | None) -> Any:
         """Map coordinates [n] and features [n, 3] to rows [n, 4]."""
         if features is None:
             features = self.projection.weight.new_zeros(len(coords), 3)
         x = self.projection(features) + self.waves
         for block in self.blocks:
             x = block(x, coords=coords)
-        y: Tensor = self.norm(x)
-        return y
+        return self.norm(x)
 
 
 class OneParameter(nn.Module):
@@ -207,6 +203,11 @@ class OneParameter(nn.Module):
 def unit_sgd(parameters: Any) -> torch.optim.Optimizer:
     """An optimizer whose step is the gradient."""
     return torch.optim.SGD(parameters, lr=1.0)
+
+
+def weight_of(state: Any) -> float:
+    """The parameter of :class:`OneParameter` in a training state. It is 0 before the first step."""
+    return float(state.full_state_dict()["weight"])
 
 
 def make_model(kind: str, make_attention: MakeAttention, dtype: torch.dtype, seed: int) -> nn.Module:

@@ -27,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "matrix(reason): runs in the matrix of environments, not in the quick command")
+    config.addinivalue_line("markers", "requires(capabilities): skipped if the adapter lacks one of these capabilities")
     config.addinivalue_line("markers", "core: set by ring_backends.testing.capabilities.core")
 
 

@@ -39,13 +39,7 @@ def reference_attention(
     offset: str | None = None,
     padding: str = "masked",
     window_lengths: Sequence[int | None] | None = None,
-    scale: float | None = None,
-    key_padding_mask: Tensor | None = None,
-    document_ids: Tensor | None = None,
-    weight_factors: Tensor | None = None,
-    sinks: Tensor | None = None,
-    modified_scores: Callable[[Tensor], Tensor] | None = None,
-    dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Dilated attention of a whole sequence in fp64, differentiable by plain autograd.
 
@@ -60,13 +54,7 @@ def reference_attention(
         offset: None, ``"mod"``, ``"block"``, ``"branch"`` or ``"every"``.
         padding: ``"masked"`` or ``"zeros"``.
         window_lengths: W of each branch, None for a branch without a window.
-        scale: factor on the scores; None means ``1 / sqrt(D)``.
-        key_padding_mask: bool ``[B, n]``, True = ignore this key.
-        document_ids: int ``[B, n]``. A query sees only keys with its own id. With a negative id it sees no key.
-        weight_factors: ``[B, H, n, n]``, factors of the attention weights after the softmax, for dropout.
-        sinks: ``[H]``, the score of one more key of each head. Every query sees it, and its value is 0.
-        modified_scores: a function of the scaled scores ``[B, H, n, n]``. A result of -inf hides the pair.
-        dtype: dtype of the computation, as in :func:`dense_attention`. None means fp64.
+        options: further keyword arguments of :func:`dense_attention`.
 
     Returns:
         out ``[B, n, H, V]``, and LSE ``[B, H, n]``, detached, both in fp64 if ``dtype`` is None. A query that sees no
@@ -77,27 +65,14 @@ def reference_attention(
     """
     seq_len, num_heads = query.shape[1], query.shape[2]
     branches = (seq_len, num_heads, segment_lengths, dilation_rates)
-    options: dict[str, Any] = {"is_causal": is_causal, "head_mode": head_mode, "offset": offset}
-    counts = reference_counts(*branches, **options, window_lengths=window_lengths)
+    rules: dict[str, Any] = {"is_causal": is_causal, "head_mode": head_mode, "offset": offset}
+    counts = reference_counts(*branches, **rules, window_lengths=window_lengths)
     phantom_counts = None
     if padding == "zeros":
-        phantom_counts = reference_phantom_counts(*branches, **options)
+        phantom_counts = reference_phantom_counts(*branches, **rules)
     elif padding != "masked":
         raise ValueError(f'padding = {padding!r}: it must be "masked" or "zeros".')
-    return dense_attention(
-        query,
-        key,
-        value,
-        counts,
-        phantom_counts=phantom_counts,
-        scale=scale,
-        key_padding_mask=key_padding_mask,
-        document_ids=document_ids,
-        weight_factors=weight_factors,
-        sinks=sinks,
-        modified_scores=modified_scores,
-        dtype=dtype,
-    )
+    return dense_attention(query, key, value, counts, phantom_counts=phantom_counts, **options)
 
 
 def reference_counts(
@@ -189,11 +164,16 @@ def dense_attention(
     statistics at least fp32. Its error against fp64 bounds the error of kernels with that dtype.
 
     Args:
-        query, key, value, scale, key_padding_mask, document_ids, weight_factors, sinks, modified_scores:
-            as in :func:`reference_attention`.
+        query, key, value: as in :func:`reference_attention`.
         counts: int ``[H, n, n]``, the number of times that query t sees key u.
         phantom_counts: int ``[H, n]``, the number of phantom keys that query t sees. Their score and value are 0.
             key_padding_mask does not remove them.
+        scale: factor on the scores; None means ``1 / sqrt(D)``.
+        key_padding_mask: bool ``[B, n]``, True = ignore this key.
+        document_ids: int ``[B, n]``. A query sees only keys with its own id. With a negative id it sees no key.
+        weight_factors: ``[B, H, n, n]``, factors of the attention weights after the softmax, for dropout.
+        sinks: ``[H]``, the score of one more key of each head. Every query sees it, and its value is 0.
+        modified_scores: a function of the scaled scores ``[B, H, n, n]``. A result of -inf hides the pair.
         dtype: dtype of the computation. None means fp64.
 
     Returns:

@@ -21,16 +21,7 @@ from ring_backends.testing.rings import FOUR, every_layout
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import World
 
-_CASE = AttentionCase(
-    seq_len=45,
-    segment_lengths=(9, 45),
-    dilation_rates=(1, 2),
-    batch=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    dtype=torch.float64,
-)
+_CASE = AttentionCase(45, (9, 45), (1, 2), batch=2, num_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float64)
 _POSITION = 20  # inside a segment and a shard; in a causal call, some queries see it and others do not
 
 SPOILED = {

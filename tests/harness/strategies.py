@@ -103,6 +103,17 @@ class AttentionCase:
         """Keyword arguments for ``dilated_attention`` and ``reference_attention``, without tensors."""
         return {**self.pattern_options(), "is_causal": self.is_causal, "scale": self.scale}
 
+    def reference_options(self) -> dict[str, Any]:
+        """Keyword arguments for ``reference_attention``, tensors included."""
+        return {
+            **self.options(),
+            "key_padding_mask": self.tensors()[4],
+            "document_ids": self.document_ids(),
+            "weight_factors": self.weight_factors(),
+            "sinks": self.sink_scores(),
+            "modified_scores": self.modified_scores(),
+        }
+
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """query, key, value, gradient of the output, and key_padding_mask. Every call returns equal tensors.
 

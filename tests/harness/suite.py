@@ -9,16 +9,12 @@ from __future__ import annotations
 from ring_backends.testing.activation_checkpointing import ActivationCheckpointTests
 from ring_backends.testing.arrangement import ArrangementTests
 from ring_backends.testing.bad_arguments import BadArgumentTests
-from ring_backends.testing.checkpoint_errors import CheckpointErrorTests
 from ring_backends.testing.compiled import CompileTests
 from ring_backends.testing.contiguity import ContiguityTests
 from ring_backends.testing.copies import CopyTests, ModelCopyTests
-from ring_backends.testing.correctness import CorrectnessTests
-from ring_backends.testing.early_steps import EarlyStepTests
-from ring_backends.testing.faults import FaultTests
-from ring_backends.testing.gradients import GradientTests
+from ring_backends.testing.correctness import CorrectnessTests, GradientTests
+from ring_backends.testing.faults import FaultTests, LostPeerTests
 from ring_backends.testing.layouts import LayoutTests
-from ring_backends.testing.lost_peers import LostPeerTests
 from ring_backends.testing.mismatches import MismatchTests
 from ring_backends.testing.process_exit import ProcessExitTests
 from ring_backends.testing.soak import SoakTests
@@ -26,11 +22,10 @@ from ring_backends.testing.special_values import SpecialValueTests
 from ring_backends.testing.traffic import TrafficTests
 from ring_backends.testing.train_command import TrainCommandTests
 from ring_backends.testing.training import TrainingTests
-from ring_backends.testing.training_checkpoints import TrainingCheckpointTests
+from ring_backends.testing.training_checkpoints import CheckpointErrorTests, TrainingCheckpointTests
 from ring_backends.testing.training_mismatches import TrainingMismatchTests
-from ring_backends.testing.training_steps import TrainingStepTests
+from ring_backends.testing.training_steps import EarlyStepTests, TrainingStepTests
 from ring_backends.testing.unequal_ranks import UnequalRankTests, UnusedParameterTests
-from ring_backends.testing.wire_rounding import WireRoundingTests
 
 
 class TransportTests(
@@ -41,7 +36,6 @@ class TransportTests(
     MismatchTests,
     LostPeerTests,
     TrafficTests,
-    WireRoundingTests,
     ArrangementTests,
     LayoutTests,
     ContiguityTests,

@@ -1,4 +1,7 @@
-"""Traffic: ranks send the scheduled bytes, post hops before tiles, hold two receive buffers, call no collective."""
+"""Traffic: ranks send the scheduled bytes, post hops before tiles, hold two receive buffers, call no collective.
+
+If dK and dV travel in bf16, they need half the bytes, and their error is within the bound that the attention states.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +14,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
+from torch import Tensor
 
+from ring_backends.errors import RingMismatchError
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.testing.calls import (
     Results,
-    case_of_ring,
+    call_here,
     check_results,
     expected,
-    local_call,
-    new_attention,
     run_cases,
     whole,
 )
 from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.correctness import EDGE_CASES, examples
+from ring_backends.testing.failing_calls import ending
 from ring_backends.testing.fine_cuts import fine_cuts
 from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.recording import Event, no_collectives, recorded
+from ring_backends.testing.reference import reference_attention
 from ring_backends.testing.rings import (
     FOUR,
     THREE,
@@ -37,23 +42,14 @@ from ring_backends.testing.rings import (
     every_layout,
     every_size_and_layout,
     in_every_layout,
-    ring_here,
-    ring_of,
+    rows_of_ranks,
 )
 from ring_backends.testing.strategies import AttentionCase, attention_cases
-from ring_backends.testing.world import World
+from ring_backends.testing.world import World, on_every_rank
 
-_FULL = AttentionCase(
-    seq_len=48, segment_lengths=(48,), dilation_rates=(1,), num_heads=4, num_kv_heads=4, head_dim=8, dtype=torch.float64
-)
+_FULL = AttentionCase(48, (48,), (1,), num_heads=4, num_kv_heads=4, head_dim=8, dtype=torch.float64)
 _MIXED = replace(
-    _FULL,
-    seq_len=61,
-    segment_lengths=(7, 30, 61),
-    dilation_rates=(1, 2, 3),
-    num_heads=4,
-    num_kv_heads=2,
-    masked="random",
+    _FULL, seq_len=61, segment_lengths=(7, 30, 61), dilation_rates=(1, 2, 3), num_kv_heads=2, masked="random"
 )
 
 
@@ -72,22 +68,12 @@ def planned_hops(case: AttentionCase, rings: RingSpec, layout: LayoutKind, ring_
 
 def check_sent_bytes(world: World, adapter: str, rings: RingSpec, layout: LayoutKind, case: AttentionCase) -> None:
     """Check that every rank sends the bytes that the schedule states, in forward and backward."""
-    ((by_ring,),) = [run_cases(world, adapter, rings, layout, [case])]
     schedule = case.schedule(rings.size, layout)
-    sizes = sizes_of(case)
-    for answers in by_ring:
+    options: dict[str, Any] = {"masked": case.masked is not None, "document_bytes": 0 if case.documents is None else 8}
+    for answers in run_cases(world, adapter, rings, layout, [case])[0]:
         for rank, answer in enumerate(answers):
-            for backward, sent, messages in (
-                (False, answer.forward_bytes, answer.forward_messages),
-                (True, answer.backward_bytes, answer.backward_messages),
-            ):
-                scheduled = schedule.wire_bytes(
-                    rank,
-                    **sizes,
-                    backward=backward,
-                    masked=case.masked is not None,
-                    document_bytes=0 if case.documents is None else 8,
-                )
+            for backward, (sent, messages) in enumerate((answer.forward, answer.backward)):
+                scheduled = schedule.wire_bytes(rank, **sizes_of(case), **options, backward=bool(backward))
                 what = f"{case} on rank {rank} of {rings}, backward={backward}"
                 assert sent == scheduled, f"{what}: {sent} bytes sent, {scheduled} bytes in the schedule"
                 assert (messages > 0) == (sent > 0), f"{what}: {messages} messages with {sent} bytes in total"
@@ -95,42 +81,61 @@ def check_sent_bytes(world: World, adapter: str, rings: RingSpec, layout: Layout
 
 @dataclass(frozen=True)
 class Walked:
-    """The results of one rank, the events of forward and of backward, and the bytes that the ring counted."""
+    """The results of one rank, and by direction: the planned tiles, the events, and the bytes that the ring counted."""
 
     results: Results
     tiles_of_steps: dict[str, list[int]]
-    forward: list[Event]
-    backward: list[Event]
-    forward_bytes: int
-    backward_bytes: int
+    events: dict[str, list[Event]]
+    sent_bytes: dict[str, int]
 
 
-def walk(adapter: str, rings: RingSpec, layout: LayoutKind, case: AttentionCase, cut: bool) -> Walked | None:
+def walk(adapter: str, layout: LayoutKind, case: AttentionCase, cut: bool) -> Walked:
     """Record a call that the ranks have agreed on before. Collectives are forbidden during the call."""
-    ring, place = ring_here(adapter, rings), rings.place(dist.get_rank())
-    if ring is None or place is None:
-        return None
-    ring = ring.with_layout(layout)
-    attention = new_attention(adapter, ring, case)
-    call = local_call(adapter, ring, case_of_ring(case, place[0]), attention=attention)
-    inputs = [call.query, call.key, call.value]
+    call = call_here(adapter, case, FOUR, layout)
+    traffic, events, sent_bytes = call.attention.ring.traffic, {}, {}
     with fine_cuts(1024) if cut else contextlib.nullcontext():
-        torch.autograd.grad(call(), inputs, call.grad_out)
-        with no_collectives(), recorded(type(attention)) as recording:
-            ring.traffic.reset()
+        call.gradients(call())
+        with no_collectives(), recorded(type(call.attention)) as recording:
+            traffic.reset()
             out, lse = call(return_lse=True)
-            forward, forward_bytes = list(recording.events), ring.traffic.bytes
+            events["forward"], sent_bytes["forward"] = list(recording.events), traffic.bytes
             recording.events.clear()
-            ring.traffic.reset()
-            grads = torch.autograd.grad(out, inputs, call.grad_out)
-    results = Results(out.detach(), lse, *grads)
-    return Walked(results, recording.tiles_of_steps, forward, recording.events, forward_bytes, ring.traffic.bytes)
+            traffic.reset()
+            results = Results(out.detach(), lse, *call.gradients(out))
+            events["backward"], sent_bytes["backward"] = recording.events, traffic.bytes
+    return Walked(results, recording.tiles_of_steps, events, sent_bytes)
 
 
-def call_a_forbidden_collective(adapter: str) -> None:
-    ring = ring_of(adapter, FOUR)
-    with no_collectives():
-        dist.all_reduce(torch.zeros(1), group=ring.group)
+_ROUNDED = replace(
+    _FULL, seq_len=64, segment_lengths=(64, 16), dilation_rates=(1, 2), batch=2, num_kv_heads=2, dtype=torch.bfloat16
+)
+_ROUNDING = 2.0**-8
+"""The largest relative error of rounding to bf16."""
+
+
+def both_ways(adapter: str) -> list[tuple[list[Tensor], int]]:
+    """The same call with dK and dV in fp32 and in bf16 on the wire: out, gradients and the bytes of the backward."""
+    found = []
+    for dtype in (None, torch.bfloat16):
+        call = call_here(adapter, _ROUNDED, grad_wire_dtype=dtype)
+        out, traffic = call(), call.attention.ring.traffic
+        traffic.reset()
+        found.append(([out.detach(), *call.gradients(out)], traffic.bytes))
+    return found
+
+
+def shares_of_ranks() -> list[tuple[Tensor, Tensor]]:
+    """The absolute values of dK and dV from the queries of each rank, in fp64, by the dense reference."""
+    query, key, value, grad_out, _ = _ROUNDED.tensors()
+    query, key, value = (x.double().requires_grad_() for x in (query, key, value))
+    out, _ = reference_attention(query, key, value, **_ROUNDED.options())
+    shares = []
+    for rows in rows_of_ranks(_ROUNDED.seq_len, 4, "contiguous"):
+        of_rank = torch.zeros_like(out)
+        of_rank[:, rows] = grad_out.double()[:, rows]
+        grad_key, grad_value = torch.autograd.grad(out, [key, value], of_rank, retain_graph=True)
+        shares.append((grad_key.abs(), grad_value.abs()))
+    return shares
 
 
 class TrafficTests(AdapterSuite):
@@ -154,29 +159,28 @@ class TrafficTests(AdapterSuite):
         case = replace(_FULL, segment_lengths=(4, 12 // rings.size), dilation_rates=(1, 2), masked="random")
         for answers in run_cases(world, self.adapter, rings, "contiguous", [case])[0]:
             for answer in answers:
-                sent = (answer.forward_bytes, answer.forward_messages, answer.backward_bytes, answer.backward_messages)
-                assert sent == (0, 0, 0, 0)
+                assert answer.forward == answer.backward == (0, 0)
 
     def test_full_attention_sends_every_other_shard_once(self, world: World) -> None:
         """A shard of K and V has 12 rows, 4 heads and 8 fp64 components, and takes 3 hops. dK and dV take 3 hops."""
         shard = 12 * 4 * 8 * 8 * 2
         for answer in run_cases(world, self.adapter, FOUR, "contiguous", [_FULL])[0][0]:
-            assert (answer.forward_bytes, answer.forward_messages) == (3 * shard, 3)
-            assert answer.backward_bytes == 3 * shard + 3 * shard
+            assert answer.forward == (3 * shard, 3)
+            assert answer.backward[0] == 3 * shard + 3 * shard
 
     @core
     def test_dilated_attention_sends_dilated_rows(self, world: World) -> None:
         """A shard has 12 rows. Each head sends every third row."""
         case = replace(_FULL, dilation_rates=(3,), num_heads=3, num_kv_heads=3)
         for answer in run_cases(world, self.adapter, FOUR, "contiguous", [case])[0][0]:
-            assert answer.forward_bytes == 3 * (4 * 3 * 8 * 8 * 2)
+            assert answer.forward[0] == 3 * (4 * 3 * 8 * 8 * 2)
 
     @core
     def test_causal_attention_sends_to_later_ranks_only(self, world: World) -> None:
         """Rank i sends the shards 0 … i. The last rank sends none."""
         shard = 12 * 4 * 8 * 8 * 2
         answers = run_cases(world, self.adapter, FOUR, "contiguous", [replace(_FULL, is_causal=True)])[0][0]
-        assert [answer.forward_bytes for answer in answers] == [shard, 2 * shard, 3 * shard, 0]
+        assert [answer.forward[0] for answer in answers] == [shard, 2 * shard, 3 * shard, 0]
 
     @core
     def test_a_segment_over_two_ranks_is_sent_only_between_them(self, world: World) -> None:
@@ -184,7 +188,7 @@ class TrafficTests(AdapterSuite):
         shard = 12 * 4 * 8 * 8 * 2
         case = replace(_FULL, segment_lengths=(24,))
         for answer in run_cases(world, self.adapter, FOUR, "contiguous", [case])[0][0]:
-            assert (answer.forward_bytes, answer.backward_bytes) == (shard, 2 * shard)
+            assert (answer.forward[0], answer.backward[0]) == (shard, 2 * shard)
 
     @pytest.mark.parametrize("cut", matrix_but(False, of=(False, True)), ids=["whole", "cut"])
     @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
@@ -193,26 +197,50 @@ class TrafficTests(AdapterSuite):
     def test_hops(self, world: World, layout: LayoutKind, case: AttentionCase, is_causal: bool, cut: bool) -> None:
         """Check the results, bytes, buffers and event order of recorded calls. The calls use no collective."""
         case = replace(case, is_causal=is_causal)
-        by_rank: list[Walked] = world.run(walk, self.adapter, FOUR, layout, case, cut)
+        by_rank: list[Walked] = world.run(walk, self.adapter, layout, case, cut)
         got = whole([walked.results for walked in by_rank], case.seq_len, layout)
         check_results(got, expected(case), 1e-10, case)
         for rank, walked in enumerate(by_rank):
-            assert any(event.what == "tile" for event in walked.forward)
-            for direction, events, counted in (
-                ("forward", walked.forward, walked.forward_bytes),
-                ("backward", walked.backward, walked.backward_bytes),
-            ):
-                _check_bytes(events, counted, rank)
+            for direction, events in walked.events.items():
+                _check_bytes(events, walked.sent_bytes[direction], rank)
                 _check_buffers(events, rank)
                 _check_waits(events, rank)
                 _check_order(events, walked.tiles_of_steps[direction], rank)
+            assert any(event.what == "tile" for event in walked.events["forward"])
         if case.segment_lengths == _FULL.segment_lengths and not is_causal and layout == "contiguous":
-            hops = {sum(event.what == "post" for event in walked.forward) for walked in by_rank}
+            hops = {sum(event.what == "post" for event in walked.events["forward"]) for walked in by_rank}
             assert (hops == {3}) != cut, f"{hops} hops per rank"
 
-    def test_a_forbidden_collective_is_an_error(self, world: World) -> None:
-        for outcome in world.run_collect(call_a_forbidden_collective, self.adapter):
-            outcome.check(AssertionError)
+    @on_every_rank
+    def test_a_forbidden_collective_is_an_error(self) -> None:
+        with no_collectives(), pytest.raises(AssertionError):
+            dist.all_reduce(torch.zeros(1), group=self.ring().group)
+
+    @core
+    def test_gradients_in_bf16_on_the_wire(self, world: World) -> None:
+        by_rank = world.run(both_ways, self.adapter)
+        schedule, sizes = _ROUNDED.schedule(4), sizes_of(_ROUNDED)
+        for rank, ((exact, exact_bytes), (rounded, rounded_bytes)) in enumerate(by_rank):
+            assert torch.equal(exact[0], rounded[0])
+            assert torch.equal(exact[1], rounded[1])
+            assert exact_bytes == schedule.wire_bytes(rank, **sizes, backward=True)
+            assert rounded_bytes == schedule.wire_bytes(rank, **sizes, backward=True, grad_itemsize=2)
+        for index, name in ((2, "dk"), (3, "dv")):
+            exact_grad, rounded_grad = (
+                torch.cat([answers[way][0][index] for answers in by_rank], 1).double() for way in (0, 1)
+            )
+            share = sum(shares[index - 2] for shares in shares_of_ranks())
+            # At most four hops round, and both gradients are rounded once more in the end. The shares are rounded too.
+            bound = 1.05 * (4 + 2) * _ROUNDING * share
+            error = (exact_grad - rounded_grad).abs()
+            assert bool((error <= bound).all()), f"{name}: {float((error - bound).max())}"
+            assert bool((error > 0).any()), f"{name} was not rounded on the wire"
+
+    @core
+    @on_every_rank
+    def test_ranks_that_send_gradients_in_other_dtypes_are_reported(self) -> None:
+        call = self.call(_ROUNDED, grad_wire_dtype=torch.bfloat16 if dist.get_rank() == 1 else None)
+        ending(call).check(RingMismatchError, "grad_wire_dtype")
 
 
 def _check_bytes(events: list[Event], counted: int, rank: int) -> None:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from ring_backends.ring.watchdog import WATCHDOG
 from ring_backends.schedule.layout import LayoutKind
-from ring_backends.testing.capabilities import core, requires
-from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.capabilities import AdapterSuite, core, requires
+from ring_backends.testing.failing_calls import ending
 from ring_backends.testing.marks import MORE_CASES, matrix_but
-from ring_backends.testing.models import OneParameter, PlacedModel, unit_sgd
+from ring_backends.testing.models import PlacedModel, unit_sgd, weight_of
 from ring_backends.testing.rings import (
     FOUR,
     ONE_OF_TWO,
@@ -32,9 +32,7 @@ from ring_backends.testing.rings import (
     backend,
     every_layout,
     ring_here,
-    ring_of,
 )
-from ring_backends.testing.synchronisation import SynchronisationTests
 from ring_backends.testing.training_runs import (
     FP32,
     FP64,
@@ -49,7 +47,7 @@ from ring_backends.testing.training_runs import (
     train,
     train_alone,
 )
-from ring_backends.testing.world import World
+from ring_backends.testing.world import World, on_every_rank
 
 
 def train_in_bf16(
@@ -103,8 +101,8 @@ COORDS = (1001.0, 4095.0, 3333.5, 257.0)
 
 def look_up_places(
     adapter: str, rings: RingSpec, with_features: bool, options: Mapping[str, Any], dtype: torch.dtype = torch.float32
-) -> tuple[list[list[int]], list[State]]:
-    """Take a step. Returns the rows that each block has looked up, and the states before and after the step."""
+) -> list[State]:
+    """Take a step, in which each block looks up the right rows. Returns the states before and after the step."""
     model = PlacedModel().to(dtype)
     blocks: Any = list(model.blocks)
     state = backend(adapter).parallelize(model, unit_sgd, ring_here(adapter, rings), **options)
@@ -113,36 +111,23 @@ def look_up_places(
     out = state.model(torch.tensor(COORDS), features)
     state.backward(state.loss(out.float().square().mul(torch.arange(4.0)).sum(), len(COORDS)))
     state.step()
-    return [block.places for block in blocks], [*states, state.full_state_dict()]
+    found = [block.places for block in blocks]
+    assert found == [[int(number) for number in COORDS]] * 2, found
+    return [*states, state.full_state_dict()]
 
 
-def steps_out_of_order(adapter: str, options: Mapping[str, Any]) -> list[Ended]:
-    """Call step() after zero and two of two micro-batches. Then call loss() without ``step_token_count``."""
-    trainer = Trainer(adapter, FOUR, "contiguous", Recipe(accumulation_steps=2, dtype=torch.float32), options)
-    endings = [ending(trainer.state.step)]
-    for tokens, labels in trainer.micro_batches(0):
-        trainer.state.backward(trainer.loss(tokens, labels, 40))
-    endings.append(ending(trainer.state.step))
-    tokens, labels = trainer.micro_batches(0)[0]
-    return [*endings, ending(lambda: trainer.loss(tokens, labels, None))]
-
-
-def train_and_evaluate(
-    adapter: str, rings: RingSpec, recipe: Recipe, options: Mapping[str, Any], evaluate: bool
-) -> list[State]:
-    """Train. With ``evaluate``, evaluate before every backward and before every step."""
-    trainer = Trainer(adapter, rings, "contiguous", recipe, options)
-    model = trainer.state.model
+def train_and_evaluate(trainer: Trainer, evaluates: bool) -> list[State]:
+    """Train. With ``evaluates``, evaluate before every backward and before every step."""
+    states, model = [], trainer.state.model
 
     def look_at(tokens: Tensor, labels: Tensor) -> None:
-        if evaluate:
+        if evaluates:
             model.eval()
             with torch.no_grad():
                 trainer.loss(tokens, labels, 1)
             model.train()
 
-    states = []
-    for step in range(recipe.steps):
+    for step in range(trainer.recipe.steps):
         for tokens, labels in trainer.micro_batches(step):
             look_at(tokens, labels)
             trainer.state.backward(trainer.loss(tokens, labels, 20))
@@ -152,13 +137,13 @@ def train_and_evaluate(
     return states
 
 
-def reduced_and_divisor(adapter: str, rings: RingSpec, options: Mapping[str, Any]) -> tuple[float, float]:
-    """The ranks have the gradients 1, 2, 3 and 4. Returns the reduced gradient, and the factor of ``loss``."""
-    ring = ring_of(adapter, rings)
-    state = backend(adapter).parallelize(OneParameter(), unit_sgd, ring, **options)
+def check_divisor(suite: AdapterSuite, rings: RingSpec) -> None:
+    """The ranks have the gradients 1, 2, 3 and 4. The reduced gradient times the factor of ``loss`` is their sum."""
+    state = suite.parallelize(ring=suite.ring(rings))
     state.backward(state.model(torch.tensor([dist.get_rank() + 1.0])).sum())
     state.step()
-    return -float(state.full_state_dict()["weight"]), float(state.loss(torch.tensor(1.0), 1, step_token_count=1))
+    divisor = float(state.loss(torch.tensor(1.0), 1, step_token_count=1))
+    torch.testing.assert_close(-weight_of(state) * divisor, 1.0 + 2 + 3 + 4, rtol=1e-6, atol=0)
 
 
 BAD_OPTIONS: dict[str, tuple[str, Any]] = {
@@ -168,13 +153,6 @@ BAD_OPTIONS: dict[str, tuple[str, Any]] = {
     "fp64": ("mixed_precision = torch.float64", {"mixed_precision": torch.float64}),
     "a negative norm": ("max_grad_norm = -1", {"max_grad_norm": -1}),
 }
-
-
-def parallelize_badly(adapter: str, rings: RingSpec, options: Mapping[str, Any]) -> Ended | None:
-    ring = ring_here(adapter, rings)
-    if ring is None:
-        return None
-    return ending(lambda: backend(adapter).parallelize(OneParameter(), unit_sgd, ring, **options))
 
 
 def has_open_connections() -> bool:
@@ -202,7 +180,7 @@ def renew_closed_worlds(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @requires("training")
-class TrainingTests(SynchronisationTests):
+class TrainingTests(AdapterSuite):
     @pytest.fixture(autouse=True)
     def _renew_closed_worlds(self, request: pytest.FixtureRequest) -> Iterator[None]:
         yield from renew_closed_worlds(request)
@@ -287,16 +265,21 @@ class TrainingTests(SynchronisationTests):
         self.check_training(world, rings, "zigzag", Recipe(model="frozen", dtype=torch.float32), 1e-6)
 
     @every_mesh
-    def test_the_divisor_equals_that_of_the_reducer(self, world: World, rings: RingSpec) -> None:
-        for reduced, divisor in world.run(reduced_and_divisor, self.adapter, rings, self.framework_options):
-            assert reduced * divisor == pytest.approx(1 + 2 + 3 + 4, rel=1e-6)
+    @on_every_rank
+    def test_the_divisor_equals_that_of_the_reducer(self, rings: RingSpec) -> None:
+        check_divisor(self, rings)
 
     @requires("gradient accumulation")
-    def test_micro_batches_in_the_wrong_order_are_refused(self, world: World) -> None:
-        for early, whole, unknown in world.run(steps_out_of_order, self.adapter, self.framework_options):
-            early.check(RuntimeError, "0 of 2")
-            assert whole == Ended(seconds=whole.seconds), whole
-            unknown.check(ValueError, "step_token_count")
+    @on_every_rank
+    def test_micro_batches_in_the_wrong_order_are_refused(self) -> None:
+        """step() after zero and two of two micro-batches, then loss() without ``step_token_count``."""
+        recipe = Recipe(accumulation_steps=2, dtype=torch.float32)
+        trainer = Trainer(self.adapter, FOUR, "contiguous", recipe, self.framework_options)
+        ending(trainer.state.step).check(RuntimeError, "0 of 2")
+        for tokens, labels in trainer.micro_batches(0):
+            trainer.state.backward(trainer.loss(tokens, labels, 40))
+        trainer.state.step()
+        ending(trainer.loss, *trainer.micro_batches(0)[0], None).check(ValueError, "step_token_count")
 
     @requires("mixed precision")
     @pytest.mark.parametrize("rings", matrix_but(TWO, of=(TWO, FOUR)), ids=str)
@@ -320,8 +303,7 @@ class TrainingTests(SynchronisationTests):
         for states, resumed, counts in world.run(train_in_fp16, self.adapter, rings, recipe, path, options):
             assert counts == (1, 0)
             check_moves(states, wanted, 0.01, "fp16")
-            for state, other in zip(states[-2:], resumed, strict=True):
-                torch.testing.assert_close(state, other)
+            torch.testing.assert_close(states[-2:], resumed)
 
     @requires("mixed precision")
     @pytest.mark.parametrize(
@@ -332,37 +314,36 @@ class TrainingTests(SynchronisationTests):
         ],
     )
     def test_bf16_does_not_round_coordinates(self, pair: World, with_features: bool) -> None:
-        arguments = look_up_places, self.adapter, TWO_OF_TWO, with_features
-        options = self.framework_options
-        by_rank = pair.run(*arguments, options)
-        for (places, states), (_, wanted) in zip(
-            pair.run(*arguments, {**options, "mixed_precision": torch.bfloat16}), by_rank, strict=True
-        ):
-            assert places == [[int(number) for number in COORDS]] * 2
+        arguments, options = (look_up_places, self.adapter, TWO_OF_TWO, with_features), self.framework_options
+        by_rank = pair.run(*arguments, {**options, "mixed_precision": torch.bfloat16})
+        for states, wanted in zip(by_rank, pair.run(*arguments, options), strict=True):
             check_moves(states, wanted, 0.05, "bf16")
 
     @requires("gradient accumulation", "evaluation within a step")
     @pytest.mark.parametrize("max_grad_norm", [pytest.param(None, marks=pytest.mark.core), 0.1])
-    def test_evaluations_change_nothing(self, world: World, max_grad_norm: float | None) -> None:
+    @on_every_rank
+    def test_evaluations_change_nothing(self, max_grad_norm: float | None) -> None:
+        """Evaluations precede and follow every backward."""
         recipe = Recipe(dtype=torch.float32, accumulation_steps=2, steps=2, max_grad_norm=max_grad_norm)
-        options = self.framework_options
-        runs = [world.run(train_and_evaluate, self.adapter, TWO, recipe, options, evaluate) for evaluate in (0, 1)]
-        for plain, evaluated in zip(*runs, strict=True):
-            for state, other in zip(plain, evaluated, strict=True):
-                for name, tensor in state.items():
-                    assert torch.equal(other[name], tensor), f"{name} differs by {(other[name] - tensor).abs().max()}"
+        plain, evaluated = (
+            train_and_evaluate(Trainer(self.adapter, TWO, "contiguous", recipe, self.framework_options), evaluates)
+            for evaluates in (False, True)
+        )
+        torch.testing.assert_close(evaluated, plain, rtol=0, atol=0)
 
     @core
     @pytest.mark.parametrize("name", BAD_OPTIONS)
-    def test_bad_options_are_refused_by_name(self, world: World, name: str) -> None:
+    @on_every_rank
+    def test_bad_options_are_refused_by_name(self, name: str) -> None:
         message, options = BAD_OPTIONS[name]
-        for ended in world.run(parallelize_badly, self.adapter, FOUR, {**self.framework_options, **options}):
-            assert ended.is_a(ValueError) or ended.is_a(TypeError), ended
-            assert message in ended.message, ended
+        ended = ending(self.parallelize, ring=self.ring(), **options)
+        assert ended.error in ("ValueError", "TypeError"), ended
+        assert message in ended.message, ended
 
     @requires("rings over chosen ranks")
-    def test_rings_that_do_not_fill_the_world_are_refused(self, world: World) -> None:
-        endings = world.run(parallelize_badly, self.adapter, THREE, self.framework_options)
-        assert endings[0] is None
-        for ended in endings[1:]:
-            ended.check(ValueError, "4")
+    @on_every_rank
+    def test_rings_that_do_not_fill_the_world_are_refused(self) -> None:
+        ring = ring_here(self.adapter, THREE)
+        assert (ring is None) == (dist.get_rank() == 0)
+        if ring is not None:
+            ending(self.parallelize, ring=ring).check(ValueError, "4")

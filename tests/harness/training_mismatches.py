@@ -1,10 +1,14 @@
-"""Training mismatches: if ranks train with different settings, every rank raises before the step."""
+"""Training mismatches: if ranks train with different settings, every rank raises before the step.
+
+Usual steps need one exchange between the ranks, however many parts the model has. Unusual ones are still noticed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,13 +16,18 @@ import torch.distributed as dist
 from torch import nn
 
 from ring_backends.errors import RingMismatchError, RingPeerError
+from ring_backends.ring import collectives
+from ring_backends.ring.notices import Notices
 from ring_backends.ring.ring import Ring
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
-from ring_backends.testing.failing_calls import AT_ONCE, ODD_RANK, SHORT, Ended, ending
+from ring_backends.testing.failing_calls import A_MOMENT, AT_ONCE, ODD_RANK, SHORT, ending
 from ring_backends.testing.models import BlocksOfExperts, OneParameter, TwoLayers
-from ring_backends.testing.rings import TWO, backend, new_ring
-from ring_backends.testing.unequal_ranks import parallelize_one, sgd
-from ring_backends.testing.world import World
+from ring_backends.testing.rings import TWO
+from ring_backends.testing.training_runs import Recipe, Trainer
+from ring_backends.testing.unequal_ranks import needs_accumulation, rows_of, sgd
+from ring_backends.testing.world import on_every_rank
+
+Action = Callable[[AdapterSuite, Ring], None]
 
 
 @dataclass(frozen=True)
@@ -26,13 +35,13 @@ class Different:
     """A difference of one rank, and the field that the error names on every rank."""
 
     field: str
-    usual: Callable[[str, Ring, Mapping[str, Any]], None]
-    odd: Callable[[str, Ring, Mapping[str, Any]], None]
+    usual: Action
+    odd: Action
 
 
-def _parallelize(model: Callable[[], nn.Module] = OneParameter, optimizer: Any = sgd, **more: Any) -> Any:
-    def parallelize(adapter: str, ring: Ring, options: Mapping[str, Any]) -> None:
-        backend(adapter).parallelize(model(), optimizer, ring, **{**options, **more})
+def _parallelize(model: Callable[[], nn.Module] = OneParameter, optimizer: Any = sgd, **more: Any) -> Action:
+    def parallelize(suite: AdapterSuite, ring: Ring) -> None:
+        suite.parallelize(model(), optimizer, ring, **more)
 
     return parallelize
 
@@ -51,9 +60,9 @@ def _frozen() -> nn.Module:
     return model
 
 
-def _train(lr: float = 0.5, step_token_count: int = 4, optimizer: Any = torch.optim.SGD, steps: int = 2) -> Any:
-    def train(adapter: str, ring: Ring, options: Mapping[str, Any]) -> None:
-        state = backend(adapter).parallelize(OneParameter(), lambda x: optimizer(x, lr=0.5), ring, **options)
+def _train(lr: float = 0.5, step_token_count: int = 4, optimizer: Any = torch.optim.SGD, steps: int = 2) -> Action:
+    def train(suite: AdapterSuite, ring: Ring) -> None:
+        state = suite.parallelize(OneParameter(), lambda x: optimizer(x, lr=0.5), ring)
         for step in range(2):
             state.backward(state.loss(state.model(torch.ones(1)).sum(), 1, step_token_count))
             state.optimizer.param_groups[0]["lr"] = lr
@@ -88,64 +97,108 @@ DIFFERENCES: dict[str, Different] = {
 }
 
 
-def train_differently(adapter: str, name: str, options: Mapping[str, Any]) -> Ended:
-    ring = new_ring(adapter, TWO)
-    case = DIFFERENCES[name]
-    action = case.odd if dist.get_rank() == ODD_RANK else case.usual
-    return ending(lambda: action(adapter, ring, options))
+WARM_UP = 3
+"""Steps after which no configuration is new: DistributedDataParallel makes its buckets again in the second one."""
+
+_EXCHANGE = Notices.exchange_configurations
 
 
-def fail_to_make_an_optimizer(adapter: str, options: Mapping[str, Any]) -> Ended:
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        if dist.get_rank() == ODD_RANK:
-            raise ZeroDivisionError("no optimizer today")
-        return sgd(parameters)
-
-    ring = new_ring(adapter, TWO)
-    return ending(lambda: backend(adapter).parallelize(OneParameter(), make, ring, **options))
+def _step(state: Any, *, calls: int = 1) -> None:
+    x = rows_of(dist.get_rank(), 0)
+    for _ in range(calls):
+        local_sum = state.model(x, 0).square().sum()
+    state.backward(state.loss(local_sum, x.shape[0] * x.shape[1]))
+    state.step()
 
 
-def refuse_alone(adapter: str, options: Mapping[str, Any]) -> Ended:
-    """One rank calls step() without backward(). The other ranks call backward()."""
-    ring = new_ring(adapter, TWO)
-    state = parallelize_one(adapter, ring, options)
-    if dist.get_rank() == ODD_RANK:
-        return ending(state.step)
-    return ending(lambda: state.backward(state.model(torch.ones(1)).sum()))
+def _change_learning_rate(state: Any) -> None:
+    state.optimizer.param_groups[0]["lr"] = 0.01
+    _step(state)
 
 
-def stay_away(adapter: str, options: Mapping[str, Any]) -> Ended | None:
-    """One rank does not call global_count()."""
-    ring = new_ring(adapter, TWO, SHORT)
-    state = parallelize_one(adapter, ring, options)
-    return None if dist.get_rank() == ODD_RANK else ending(lambda: state.global_count(3))
+def _count_and_step(state: Any) -> None:
+    state.global_count(1)
+    _step(state)
+
+
+UNUSUAL: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "learning rate": ("lr of parameter group 0", _change_learning_rate),
+    "another call": ("order of calls", lambda state: state.full_state_dict()),
+    "a count more": ("order of calls", _count_and_step),
+}
+"""What one rank does after usual steps, and the field that the error of every rank names."""
 
 
 @requires("training")
 class TrainingMismatchTests(AdapterSuite):
     @pytest.mark.parametrize("name", DIFFERENCES)
-    def test_ranks_that_train_differently_are_reported(self, world: World, name: str) -> None:
-        for ended in world.run(train_differently, self.adapter, name, self.framework_options):
-            ended.check(RingMismatchError, DIFFERENCES[name].field, f"rank {ODD_RANK}: ", within=AT_ONCE)
+    @on_every_rank
+    def test_ranks_that_train_differently_are_reported(self, name: str) -> None:
+        ring, case = self.new_ring(TWO), DIFFERENCES[name]
+        ended = ending(case.odd if dist.get_rank() == ODD_RANK else case.usual, self, ring)
+        ended.check(RingMismatchError, case.field, f"rank {ODD_RANK}: ", within=AT_ONCE)
 
-    def test_a_rank_without_an_optimizer_is_reported(self, world: World) -> None:
-        endings = world.run(fail_to_make_an_optimizer, self.adapter, self.framework_options)
-        for rank, ended in enumerate(endings):
-            assert ended.error == ("ZeroDivisionError" if rank == ODD_RANK else "RuntimeError"), ended
-            assert "no optimizer today" in ended.message, ended
-            assert ended.seconds < AT_ONCE, ended
+    @on_every_rank
+    def test_a_rank_without_an_optimizer_is_reported(self) -> None:
+        def make(parameters: Any) -> torch.optim.Optimizer:
+            if dist.get_rank() == ODD_RANK:
+                raise ZeroDivisionError("no optimizer today")
+            return sgd(parameters)
 
-    @core
-    def test_a_refusal_on_one_rank_is_reported(self, world: World) -> None:
-        endings = world.run(refuse_alone, self.adapter, self.framework_options)
-        assert endings[ODD_RANK].error == "RuntimeError"
-        for rank in {0, 2, 3}:
-            endings[rank].check(
-                RingMismatchError, f"rank {ODD_RANK} refused", "step() after 0 of 1 backward calls", within=AT_ONCE
-            )
+        ended = ending(self.parallelize, make_optimizer=make, ring=self.new_ring(TWO))
+        assert ended.error == ("ZeroDivisionError" if dist.get_rank() == ODD_RANK else "RuntimeError"), ended
+        ended.check(Exception, "no optimizer today", within=AT_ONCE)
 
     @core
-    def test_a_rank_that_stays_away_from_a_count_is_reported_in_time(self, world: World) -> None:
-        endings = world.run(stay_away, self.adapter, self.framework_options)
-        for rank in {0, 2, 3}:
-            endings[rank].check(RingPeerError, "global_count", within=SHORT + 2)
+    @on_every_rank
+    def test_a_refusal_on_one_rank_is_reported(self) -> None:
+        """One rank calls step() without backward(). The other ranks call backward()."""
+        state = self.parallelize(ring=self.new_ring(TWO))
+        if dist.get_rank() == ODD_RANK:
+            ended = ending(state.step)
+            assert ended.error == "RuntimeError", ended
+        else:
+            ended = ending(lambda: state.backward(state.model(torch.ones(1)).sum()))
+            ended.check(RingMismatchError, f"rank {ODD_RANK} refused", within=AT_ONCE)
+        ended.check(RuntimeError, "step() after 0 of 1 backward calls")
+
+    @core
+    @on_every_rank
+    def test_a_rank_that_stays_away_from_a_count_is_reported_in_time(self) -> None:
+        state = self.parallelize(ring=self.new_ring(TWO, SHORT))
+        if dist.get_rank() != ODD_RANK:
+            ending(state.global_count, 3).check(RingPeerError, "global_count", within=SHORT + 2)
+
+    def usual_steps(self, seconds: float = 60.0) -> Any:
+        state = self.parallelize(BlocksOfExperts((4, 4)), sgd, self.new_ring(TWO, seconds))
+        for _ in range(2):
+            _step(state)
+        return state
+
+    @pytest.mark.parametrize("accumulation_steps", [1, pytest.param(3, marks=needs_accumulation)])
+    @on_every_rank
+    def test_a_usual_step_has_one_exchange(self, accumulation_steps: int) -> None:
+        """Besides the exchanges of attention, once no configuration is new."""
+        recipe = Recipe(dtype=torch.float32, rate=1e-3, accumulation_steps=accumulation_steps)
+        trainer, counts = Trainer(self.adapter, TWO, "contiguous", recipe, self.framework_options), []
+        for step in range(WARM_UP + 3):
+            with (
+                mock.patch.object(collectives, "_all_gather", wraps=collectives._all_gather) as gathered,
+                mock.patch.object(Notices, "exchange_configurations", autospec=True, side_effect=_EXCHANGE) as compared,
+            ):
+                trainer.step(step)
+            counts.append(gathered.call_count + compared.call_count)
+        assert counts[WARM_UP:] == [1, 1, 1], counts
+
+    @pytest.mark.parametrize("name", UNUSUAL)
+    @on_every_rank
+    def test_a_rank_that_leaves_the_usual_sequence_is_reported(self, name: str) -> None:
+        state, (field, odd) = self.usual_steps(), UNUSUAL[name]
+        ended = ending(lambda: ((odd if dist.get_rank() == ODD_RANK else _step)(state), state.global_count(1)))
+        ended.check(RingMismatchError, field, f"rank {ODD_RANK}: ", within=AT_ONCE)
+
+    @on_every_rank
+    def test_a_rank_that_stays_away_from_a_usual_step_is_reported_in_time(self) -> None:
+        state = self.usual_steps(SHORT)
+        if dist.get_rank() != ODD_RANK:
+            ending(_step, state).check(RingPeerError, within=SHORT + A_MOMENT)

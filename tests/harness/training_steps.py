@@ -1,6 +1,7 @@
-"""Training steps: losses, changes between steps, and steps that fail on one rank.
+"""Training steps: losses, changes between steps, steps that fail on one rank, and early steps.
 
-If a framework cannot execute the step of a rank, every rank raises and no rank steps.
+If a framework cannot execute the step of a rank, every rank raises and no rank steps. The gradient of a step before the
+last micro-batch, as at the end of an epoch, is that of the micro-batches so far.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,11 +20,21 @@ from torch import Tensor, nn
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import AT_ONCE, ODD_RANK, Ended, ending
-from ring_backends.testing.models import Normalized, OneParameter, TwoLayers, unit_sgd
-from ring_backends.testing.rings import TWO, backend, new_ring, ring_here
-from ring_backends.testing.training_runs import State
-from ring_backends.testing.unequal_ranks import NUM_RANKS, check_states, rows_of, sgd
-from ring_backends.testing.world import World
+from ring_backends.testing.marks import MORE_CASES, matrix_but
+from ring_backends.testing.models import Normalized, OneParameter, TwoLayers, unit_sgd, weight_of
+from ring_backends.testing.rings import ONE_OF_TWO, TWO, TWO_OF_TWO, RingSpec, backend, new_ring, ring_here
+from ring_backends.testing.training_checkpoints import save_and_load
+from ring_backends.testing.training_runs import Recipe, State, check_ranks, train, train_alone
+from ring_backends.testing.unequal_ranks import (
+    NUM_RANKS,
+    Steps,
+    check_experts,
+    check_states,
+    rows_of,
+    sgd,
+    train_experts,
+)
+from ring_backends.testing.world import World, on_every_rank
 
 STEPS, COUNT = 3, 10
 
@@ -82,27 +93,11 @@ def freeze_later(adapter: str, options: Mapping[str, Any]) -> tuple[Ended, list[
     return ending(lambda: states.extend(train_two_layers(adapter, "frozen", False, options))), states
 
 
-def add_parameters_later(adapter: str, options: Mapping[str, Any]) -> Ended:
-    state = backend(adapter).parallelize(TwoLayers(), sgd, ring_here(adapter, TWO), **options)
-    state.backward(state.loss(state.model(torch.ones(1, 4), 0).sum(), 1))
-    state.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-    return ending(state.step)
-
-
 LOSSES: dict[str, tuple[type[Exception], str, Callable[[Tensor], Any]]] = {
     "a constant": (ValueError, "loss depends on no parameter", lambda out: torch.zeros(())),
     "many numbers": (ValueError, "loss has shape [2, 5, 4]", lambda out: out),
     "a number": (TypeError, "loss is a float", lambda out: 0.0),
 }
-
-
-def pass_invalid_loss(adapter: str, kind: str, options: Mapping[str, Any]) -> Ended:
-    """One rank passes an invalid loss."""
-    ring = new_ring(adapter, TWO)
-    state = backend(adapter).parallelize(TwoLayers(), sgd, ring, **options)
-    out = state.model(rows_of(dist.get_rank(), 0), 0)
-    loss = LOSSES[kind][2](out) if dist.get_rank() == ODD_RANK else state.loss(out.sum(), 1, 4)
-    return ending(lambda: state.backward(loss))
 
 
 def raise_in_backward(adapter: str, options: Mapping[str, Any]) -> tuple[Ended, Ended, Ended]:
@@ -135,17 +130,6 @@ def die_in_backward(adapter: str, options: Mapping[str, Any]) -> None:
     state.backward(state.loss(out.sum(), 1, 4))
 
 
-def train_with_an_old_gradient(adapter: str, options: Mapping[str, Any]) -> float:
-    """The first step of a parameter that has a gradient before parallelize()."""
-    model = OneParameter().float()
-    model.weight.grad = torch.full_like(model.weight, 5.0)
-    state = backend(adapter).parallelize(model, unit_sgd, ring_here(adapter, TWO), **options)
-    before = float(state.full_state_dict()["weight"])
-    state.backward(state.loss(state.model(torch.ones(1)).sum(), 1, dist.get_world_size()))
-    state.step()
-    return before - float(state.full_state_dict()["weight"])
-
-
 def _of_another_parameter(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([*parameters, nn.Parameter(torch.zeros(3))], lr=1.0)
 
@@ -161,12 +145,7 @@ OPTIMIZERS: dict[str, tuple[type[Exception], str, Any]] = {
 }
 
 
-def parallelize_with_invalid_optimizer(adapter: str, kind: str, options: Mapping[str, Any]) -> Ended:
-    parallelize = partial(backend(adapter).parallelize, TwoLayers(), OPTIMIZERS[kind][2], ring_here(adapter, TWO))
-    return ending(lambda: parallelize(max_grad_norm=1.0, **options))
-
-
-def train_with_hooks(adapter: str, options: Mapping[str, Any]) -> float:
+def check_hooks(adapter: str, options: Mapping[str, Any]) -> None:
     """The step of a parameter with gradient 3 on rank 0 only, and with a hook that doubles the gradient."""
     model = TwoLayers()
     for parameter in model.parameters():
@@ -176,24 +155,7 @@ def train_with_hooks(adapter: str, options: Mapping[str, Any]) -> float:
     layers = [0, 1] if dist.get_rank() == 0 else [0]
     state.backward(state.loss(3 * state.model(torch.zeros(1, 4), 0, layers).sum(), 1, 1))
     state.step()
-    return -float(state.full_state_dict()["layers.1.bias"][0])
-
-
-def refuse_to_parallelize(adapter: str, options: Mapping[str, Any]) -> Ended:
-    """One rank passes an invalid argument."""
-    ring = new_ring(adapter, TWO)
-    bad = {"max_grad_norm": -1.0} if dist.get_rank() == ODD_RANK else {}
-    return ending(lambda: backend(adapter).parallelize(TwoLayers(), sgd, ring, **bad, **options))
-
-
-def remove_a_buffer(adapter: str, options: Mapping[str, Any]) -> Ended:
-    """A buffer becomes None on one rank."""
-    ring = new_ring(adapter, TWO)
-    model = Normalized()
-    state = backend(adapter).parallelize(model, sgd, ring, **options)
-    if dist.get_rank() == ODD_RANK:
-        model.norm.running_mean = None
-    return ending(state.full_state_dict)
+    torch.testing.assert_close(state.full_state_dict()["layers.1.bias"][0], torch.tensor(-12.0))
 
 
 @requires("training")
@@ -220,15 +182,21 @@ class TrainingStepTests(AdapterSuite):
             ended.check(RuntimeError, "requires_grad of ")
             assert states == []
 
-    def test_parameters_that_are_added_later_are_refused(self, world: World) -> None:
-        for ended in world.run(add_parameters_later, self.adapter, self.framework_options):
-            ended.check(RuntimeError, "in parallelize()", "added later")
+    @on_every_rank
+    def test_parameters_that_are_added_later_are_refused(self) -> None:
+        state = self.parallelize(TwoLayers(), sgd)
+        state.backward(state.loss(state.model(torch.ones(1, 4), 0).sum(), 1))
+        state.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+        ending(state.step).check(RuntimeError, "in parallelize()", "added later")
 
     @pytest.mark.parametrize("kind", LOSSES)
-    def test_invalid_losses_are_reported(self, world: World, kind: str) -> None:
-        error, message, _ = LOSSES[kind]
-        for rank, ended in enumerate(world.run(pass_invalid_loss, self.adapter, kind, self.framework_options)):
-            ended.check(error if rank == ODD_RANK else RingMismatchError, message, within=AT_ONCE)
+    @on_every_rank
+    def test_invalid_losses_are_reported(self, kind: str) -> None:
+        """One rank passes an invalid loss."""
+        state, (error, message, make) = self.parallelize(TwoLayers(), sgd, self.new_ring(TWO)), LOSSES[kind]
+        out, is_odd = state.model(rows_of(dist.get_rank(), 0), 0), dist.get_rank() == ODD_RANK
+        ended = ending(state.backward, make(out) if is_odd else state.loss(out.sum(), 1, 4))
+        ended.check(error if is_odd else RingMismatchError, message, within=AT_ONCE)
 
     def test_an_error_in_a_backward_is_reported(self) -> None:
         """This test uses its own world, because the error closes the connections of the framework's groups."""
@@ -248,23 +216,160 @@ class TrainingStepTests(AdapterSuite):
         for outcome in outcomes:
             assert outcome.raised(RingPeerError), outcome
 
-    def test_gradients_before_parallelize_do_not_count(self, world: World) -> None:
-        for gradient in world.run(train_with_an_old_gradient, self.adapter, self.framework_options):
-            assert gradient == pytest.approx(1.0)
+    @on_every_rank
+    def test_gradients_before_parallelize_do_not_count(self) -> None:
+        model = OneParameter().float()
+        model.weight.grad = torch.full_like(model.weight, 5.0)
+        state = self.parallelize(model)
+        state.backward(state.loss(state.model(torch.ones(1)).sum(), 1, dist.get_world_size()))
+        state.step()
+        torch.testing.assert_close(weight_of(state), -1.0)
 
     @core
-    @pytest.mark.parametrize("what", [refuse_to_parallelize, remove_a_buffer])
-    def test_a_refusal_by_one_rank_is_reported(self, world: World, what: Callable[..., Ended]) -> None:
-        for rank, ended in enumerate(world.run(what, self.adapter, self.framework_options)):
-            ended.check(
-                ValueError if rank == ODD_RANK else RingMismatchError,
-                "max_grad_norm = -1.0" if what is refuse_to_parallelize else "running_mean",
-                within=AT_ONCE,
-            )
+    @on_every_rank
+    def test_an_argument_that_one_rank_refuses_is_reported(self) -> None:
+        is_odd = dist.get_rank() == ODD_RANK
+        bad = {"max_grad_norm": -1.0} if is_odd else {}
+        ended = ending(self.parallelize, TwoLayers(), sgd, self.new_ring(TWO), **bad)
+        ended.check(ValueError if is_odd else RingMismatchError, "max_grad_norm = -1.0", within=AT_ONCE)
+
+    @core
+    @on_every_rank
+    def test_a_buffer_that_one_rank_has_removed_is_reported(self) -> None:
+        model, is_odd = Normalized(), dist.get_rank() == ODD_RANK
+        state = self.parallelize(model, sgd, self.new_ring(TWO))
+        if is_odd:
+            model.norm.running_mean = None
+        ended = ending(state.full_state_dict)
+        ended.check(ValueError if is_odd else RingMismatchError, "running_mean", within=AT_ONCE)
 
     @requires("gradient clipping")
     @pytest.mark.parametrize("kind", OPTIMIZERS)
-    def test_invalid_optimizers_are_refused(self, world: World, kind: str) -> None:
-        error, message, _ = OPTIMIZERS[kind]
-        for ended in world.run(parallelize_with_invalid_optimizer, self.adapter, kind, self.framework_options):
-            ended.check(error, message)
+    @on_every_rank
+    def test_invalid_optimizers_are_refused(self, kind: str) -> None:
+        error, message, make = OPTIMIZERS[kind]
+        ending(self.parallelize, TwoLayers(), make, max_grad_norm=1.0).check(error, message)
+
+
+EARLY = Recipe(dtype=torch.float32, accumulation_steps=4)
+
+every_early_step = pytest.mark.parametrize("num_micro_batches", matrix_but(1, of=(1, 3)))
+
+
+EARLY_STEPS: Steps = [[(1, None, 0, 1)], [(1, None, 0, 1), (None, 0, 1, 1)]]
+"""The experts of an early step and of a full step. Rank 1 uses no expert in the first micro-batch."""
+
+
+def _train(num_micro_batches: int, *count: int) -> Callable[[Any], None]:
+    def train(state: Any) -> None:
+        for _ in range(num_micro_batches):
+            state.backward(state.loss(state.model(torch.ones(1)).sum(), 1, 8))
+        state.step(*count)
+
+    return train
+
+
+DIFFERENCES: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], None]]] = {
+    "micro-batches": ("order of calls", _train(2), _train(1)),
+    "counts": ("step_token_count", _train(2, 4), _train(2, 5)),
+    "a count on one rank": ("step_token_count", _train(2), _train(2, 8)),
+}
+"""The field that the error names, and the calls of most ranks and of one rank."""
+
+
+@requires("training")
+class EarlyStepTests(AdapterSuite):
+    def check(self, world: World, rings: RingSpec, recipe: Recipe, tolerance: float) -> None:
+        by_rank = world.run(train, self.adapter, rings, "zigzag", recipe, self.framework_options)
+        check_ranks(by_rank, train_alone(rings, "zigzag", recipe), tolerance, recipe)
+
+    @requires("gradient accumulation")
+    @every_early_step
+    @pytest.mark.parametrize(
+        "is_rescaled", matrix_but(True, of=(False, True)), ids=["own count", "count of a full step"]
+    )
+    def test_the_gradient_is_that_of_the_micro_batches_so_far(
+        self, pair: World, num_micro_batches: int, is_rescaled: bool
+    ) -> None:
+        recipe = replace(EARLY, micro_batches=(num_micro_batches,), is_rescaled=is_rescaled)
+        self.check(pair, TWO_OF_TWO, recipe, 1e-6)
+
+    @MORE_CASES
+    @requires("gradient accumulation")
+    @every_early_step
+    def test_full_steps_follow(self, pair: World, num_micro_batches: int) -> None:
+        recipe = replace(EARLY, micro_batches=(num_micro_batches, 4, num_micro_batches, 4), steps=4)
+        recipe = replace(recipe, optimizer="momentum", rate=0.02, is_rescaled=True)
+        self.check(pair, ONE_OF_TWO, recipe, 1e-4)
+
+    @MORE_CASES
+    @requires("gradient accumulation", "gradient clipping")
+    def test_the_gradient_is_rescaled_before_it_is_clipped(self, pair: World) -> None:
+        for max_grad_norm in (0.01, 1e6):
+            recipe = replace(EARLY, micro_batches=(1,), is_rescaled=True, max_grad_norm=max_grad_norm)
+            self.check(pair, TWO_OF_TWO, recipe, 1e-5)
+
+    @MORE_CASES
+    @requires("gradient accumulation", "save and load")
+    def test_a_checkpoint_after_an_early_step(self, pair: World, tmp_path: Any) -> None:
+        """Two steps, of which the second is early, precede the checkpoint. Five steps follow it."""
+        recipe = replace(EARLY, micro_batches=(4, 3, 3, 4, 4, 3, 4, 4), optimizer="momentum", rate=0.02)
+        arguments = self.adapter, TWO_OF_TWO, recipe, str(tmp_path / "run"), self.framework_options
+        for uninterrupted, resumed in pair.run(save_and_load, *arguments):
+            torch.testing.assert_close(resumed, uninterrupted, rtol=0, atol=0)
+
+    @MORE_CASES
+    @requires("gradient accumulation", "parameters of some ranks")
+    @pytest.mark.parametrize(
+        "evaluate",
+        [False, pytest.param(True, marks=pytest.mark.requires("evaluation within a step"))],
+        ids=["", "evaluated"],
+    )
+    def test_ranks_may_use_different_parameters_in_an_early_step(self, world: World, evaluate: bool) -> None:
+        arguments = self.adapter, (4, 4), EARLY_STEPS, self.framework_options
+        check_experts(world.run(train_experts, *arguments, evaluates=evaluate), (4, 4), EARLY_STEPS)
+
+    @core
+    @requires("gradient accumulation")
+    @on_every_rank
+    def test_a_count_that_cannot_apply_is_refused(self) -> None:
+        """The gradient of these steps cannot be rescaled, or the count is not a number of tokens."""
+        state = self.parallelize(accumulation_steps=3)
+
+        def backward(*count: int) -> None:
+            out = state.model(torch.ones(1)).sum()
+            state.backward(state.loss(out, 1, *count) if count else out)
+
+        backward()
+        ending(state.step, 4).check(ValueError, "step_token_count = 4: ", "(None)")
+        state.step()
+        backward(8)
+        backward(4)
+        ending(state.step, 4).check(ValueError, "different numbers of tokens (4, 8)")
+        ending(state.step, -1).check(ValueError, "step_token_count = -1")
+        state.step()
+        backward(8)
+        backward()  # no count of an earlier loss belongs to it
+        ending(state.step, 4).check(ValueError, "different numbers of tokens (8, None)")
+        state.step()
+
+    @core
+    @on_every_rank
+    def test_a_loss_for_a_log_does_not_count(self) -> None:
+        """The step has 8 times as many tokens as its loss was given."""
+        state = self.parallelize()
+        out = state.model(torch.ones(1)).sum()
+        loss = state.loss(out, 1, 1)
+        state.loss(out.detach(), 1, 8)
+        state.backward(loss)
+        state.step(8)
+        torch.testing.assert_close(weight_of(state), -4 / 8)
+
+    @requires("gradient accumulation")
+    @MORE_CASES
+    @pytest.mark.parametrize("name", DIFFERENCES)
+    @on_every_rank
+    def test_ranks_that_step_differently_are_reported(self, name: str) -> None:
+        state = self.parallelize(ring=self.new_ring(TWO), accumulation_steps=4)
+        field, usual, odd = DIFFERENCES[name]
+        ending(odd if dist.get_rank() == ODD_RANK else usual, state).check(RingMismatchError, field, within=AT_ONCE)

@@ -16,14 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_backends.errors import RingMismatchError
-from ring_backends.ring.ring import Ring
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
-from ring_backends.testing.failing_calls import Ended, ending
-from ring_backends.testing.marks import MORE_CASES, matrix_but
-from ring_backends.testing.models import BlocksOfExperts, Normalized, OneParameter, unit_sgd
-from ring_backends.testing.rings import FOUR, TWO, backend, ring_here
+from ring_backends.testing.failing_calls import ending
+from ring_backends.testing.marks import MORE_CASES
+from ring_backends.testing.models import BlocksOfExperts, Normalized, weight_of
+from ring_backends.testing.rings import TWO, backend, ring_here
 from ring_backends.testing.training_runs import State
-from ring_backends.testing.world import World
+from ring_backends.testing.world import World, on_every_rank
 
 ROWS = 5
 
@@ -118,40 +117,8 @@ def check_experts(
 
 def check_states(by_rank: Sequence[Sequence[State]], wanted: Sequence[State], tolerance: float = 1e-5) -> None:
     """Check that every rank has these states."""
-    for rank, states in enumerate(by_rank):
-        for step, (got, right) in enumerate(zip(states, wanted, strict=True)):
-            for name, tensor in right.items():
-                error = float((got[name] - tensor).abs().max())
-                assert error <= tolerance, f"rank {rank} after step {step + 1}: {name} has error {error}"
-
-
-def too_many_backwards(adapter: str, options: Mapping[str, Any]) -> tuple[Ended, float]:
-    """Call backward() twice before step(). Returns the error, and the step of a parameter with gradient 3."""
-    state = parallelize_one(adapter, ring_here(adapter, FOUR), options)
-
-    def backward() -> None:
-        state.backward(state.loss(state.model(torch.tensor([3.0])).sum(), 1))
-
-    backward()
-    refused = ending(backward)
-    state.step()
-    return refused, -float(state.full_state_dict()["weight"])
-
-
-def parallelize_one(adapter: str, ring: Ring | None, options: Mapping[str, Any], **more: Any) -> Any:
-    return backend(adapter).parallelize(OneParameter(), unit_sgd, ring, **{**options, **more})
-
-
-def train_with_weights(adapter: str, options: Mapping[str, Any]) -> tuple[float, float, int, float]:
-    """Train a weighted mean. Returns the steps with computed and given counts, and two results of global_count."""
-    ring, rank = ring_here(adapter, TWO), dist.get_rank()
-    weight, moved = (0.25, 2.7, 0.0, 1.5)[rank], []
-    for given in (None, 4.45):
-        state = parallelize_one(adapter, ring, options)
-        state.backward(state.loss(weight * state.model(torch.tensor([rank + 1.0])).sum(), torch.tensor(weight), given))
-        state.step()
-        moved.append(-float(state.full_state_dict()["weight"]))
-    return moved[0], moved[1], state.global_count(rank), state.global_count(weight)
+    for states in by_rank:
+        torch.testing.assert_close(list(states), list(wanted), rtol=0, atol=tolerance)
 
 
 BAD_COUNTS: dict[str, tuple[type[Exception], str, Any]] = {
@@ -162,12 +129,6 @@ BAD_COUNTS: dict[str, tuple[type[Exception], str, Any]] = {
     "string": (TypeError, "local_token_count = '3'", "3"),
     "bool": (TypeError, "local_token_count = True", True),
 }
-
-
-def pass_bad_count(adapter: str, name: str, options: Mapping[str, Any]) -> tuple[Ended, float]:
-    state = parallelize_one(adapter, ring_here(adapter, FOUR), options)
-    bad = BAD_COUNTS[name][2]
-    return ending(lambda: state.loss(torch.tensor(1.0), bad)), state.global_count(1)
 
 
 def train_with_buffers(adapter: str, options: Mapping[str, Any], path: str) -> tuple[list[State], list[float]]:
@@ -218,17 +179,26 @@ WIDTHS = (4, 4)
 BF16 = 0.01
 """Tolerance of parameters after steps in bf16. A gradient of an earlier step would move them by about 0.05."""
 
-every_window = pytest.mark.parametrize("name", matrix_but("full steps", of=WINDOWS))
+needs_accumulation = pytest.mark.requires("gradient accumulation")
+
+every_window = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("one micro-batch", marks=MORE_CASES),
+        pytest.param("full steps", marks=needs_accumulation),
+        pytest.param("early steps", marks=[MORE_CASES, needs_accumulation]),
+    ],
+)
 
 
 @requires("training")
 class UnequalRankTests(AdapterSuite):
     @pytest.mark.parametrize("widths", [(8, 8), (8, 10)], ids=["one shape", "two shapes"])
-    @pytest.mark.parametrize("number", [pytest.param("one", marks=pytest.mark.core), "two"])
+    @pytest.mark.parametrize(
+        "number", [pytest.param("one", marks=pytest.mark.core), pytest.param("two", marks=needs_accumulation)]
+    )
     def test_ranks_may_use_different_parameters(self, world: World, widths: tuple[int, ...], number: str) -> None:
         """The gradient includes all ranks. If a framework cannot provide that, every rank raises and no rank steps."""
-        if number == "two" and "gradient accumulation" in self.without:
-            pytest.skip(self.without["gradient accumulation"])
         steps = MICRO_BATCHES[number]
         arguments = train_experts, self.adapter, widths, steps, self.framework_options
         if "parameters of some ranks" in self.without:
@@ -237,26 +207,42 @@ class UnequalRankTests(AdapterSuite):
             return
         check_experts(world.run(*arguments), widths, steps)
 
-    def test_an_extra_backward_is_refused(self, world: World) -> None:
-        for refused, moved in world.run(too_many_backwards, self.adapter, self.framework_options):
-            refused.check(RuntimeError, "after", "1 backward calls")
-            assert moved == pytest.approx(3.0)
+    @on_every_rank
+    def test_an_extra_backward_is_refused(self) -> None:
+        """The step is that of the first backward."""
+        state = self.parallelize(ring=self.ring())
 
-    def test_counts_may_be_fractions(self, world: World) -> None:
-        right = (0.25 * 1 + 2.7 * 2 + 1.5 * 4) / (0.25 + 2.7 + 1.5)
-        for counted, given, ranks, weights in world.run(train_with_weights, self.adapter, self.framework_options):
-            assert counted == pytest.approx(right, rel=1e-6)
-            assert given == pytest.approx(right, rel=1e-6)
-            assert (ranks, type(ranks)) == (6, int)
-            assert weights == pytest.approx(4.45, rel=1e-7)
+        def backward() -> None:
+            state.backward(state.loss(state.model(torch.tensor([3.0])).sum(), 1))
+
+        backward()
+        ending(backward).check(RuntimeError, "after", "1 backward calls")
+        state.step()
+        torch.testing.assert_close(weight_of(state), -3.0)
+
+    @on_every_rank
+    def test_counts_may_be_fractions(self) -> None:
+        """A weighted mean, with computed and given counts."""
+        rank, weights = dist.get_rank(), (0.25, 2.7, 0.0, 1.5)
+        weight, mean = weights[rank], (0.25 * 1 + 2.7 * 2 + 1.5 * 4) / 4.45
+        for given in (None, 4.45):
+            state = self.parallelize()
+            out = weight * state.model(torch.tensor([rank + 1.0])).sum()
+            state.backward(state.loss(out, torch.tensor(weight), given))
+            state.step()
+            torch.testing.assert_close(weight_of(state), -mean, rtol=1e-6, atol=0)
+        ranks = state.global_count(rank)
+        assert (ranks, type(ranks)) == (6, int), ranks
+        torch.testing.assert_close(state.global_count(weight), 4.45, rtol=1e-7, atol=0)
 
     @core
     @pytest.mark.parametrize("name", BAD_COUNTS)
-    def test_bad_counts_are_refused_by_name(self, world: World, name: str) -> None:
-        error, message, _ = BAD_COUNTS[name]
-        for ended, ranks in world.run(pass_bad_count, self.adapter, name, self.framework_options):
-            ended.check(error, message.removeprefix("local_token_count"))
-            assert ranks == 4
+    @on_every_rank
+    def test_bad_counts_are_refused_by_name(self, name: str) -> None:
+        error, message, bad = BAD_COUNTS[name]
+        state = self.parallelize(ring=self.ring())
+        ending(state.loss, torch.tensor(1.0), bad).check(error, message.removeprefix("local_token_count"))
+        assert state.global_count(1) == 4
 
     @requires("save and load")
     def test_all_ranks_have_the_buffers_of_rank_0(self, world: World, tmp_path: Any) -> None:
@@ -278,10 +264,6 @@ class UnequalRankTests(AdapterSuite):
 
 @requires("training")
 class UnusedParameterTests(AdapterSuite):
-    def _skip_accumulation(self, name: str) -> None:
-        if name != "one micro-batch" and "gradient accumulation" in self.without:
-            pytest.skip(self.without["gradient accumulation"])
-
     def check_windows(self, world: World, name: str, tolerance: float, *, clears: bool = False, **options: Any) -> None:
         steps, options = WINDOWS[name], {**self.framework_options, **options}
         by_rank = world.run(train_experts, self.adapter, WIDTHS, steps, options, clears=clears)
@@ -289,7 +271,6 @@ class UnusedParameterTests(AdapterSuite):
 
     @every_window
     def test_no_rank_uses_a_parameter(self, world: World, name: str) -> None:
-        self._skip_accumulation(name)
         self.check_windows(world, name, 1e-5)
 
     @MORE_CASES
@@ -301,5 +282,4 @@ class UnusedParameterTests(AdapterSuite):
     @requires("mixed precision")
     @every_window
     def test_no_rank_uses_a_parameter_in_mixed_precision(self, world: World, name: str) -> None:
-        self._skip_accumulation(name)
         self.check_windows(world, name, BF16, mixed_precision=torch.bfloat16)

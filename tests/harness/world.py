@@ -8,6 +8,8 @@ ranks.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -24,7 +26,7 @@ from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -35,7 +37,9 @@ from ring_backends.testing.rank import LEAVE, STACK_SIGNAL, Outcome, rank_main, 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, SpawnContext
 
-__all__ = ["Outcome", "RanksFailedError", "World"]
+__all__ = ["Outcome", "RanksFailedError", "World", "on_every_rank"]
+
+Test = TypeVar("Test", bound=Callable[..., None])
 
 Ranks: TypeAlias = "Iterable[int] | None"
 """The ranks that make a call. None means all."""
@@ -269,6 +273,27 @@ class World:
         if self._stack_folder is not None:
             self._stack_folder.cleanup()
             self._stack_folder = None
+
+
+def on_every_rank(body: Test) -> Test:
+    """Run the body of a test on every rank of the fixture ``world``.
+
+    The test has to be a function at the top level of a module, or a method of a class there. Its arguments are sent to
+    the ranks, and so are the settings of an ``AdapterSuite``. pytest does not rewrite the assertions that ranks
+    execute, so each of them has to state its values.
+    """
+
+    @functools.wraps(body)
+    def test(*sent: Any, world: World | None = None, **arguments: Any) -> None:
+        if world is not None:
+            world.run(test, *sent, arguments, timeout=max(240, world.call_timeout))
+        else:  # on a rank
+            *suite, received = sent
+            body(*suite, **received)
+
+    signature, fixture = inspect.signature(body), inspect.Parameter("world", inspect.Parameter.KEYWORD_ONLY)
+    vars(test)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), fixture])
+    return cast(Test, test)
 
 
 def process_context(preload: Iterable[str]) -> SpawnContext | ForkServerContext:

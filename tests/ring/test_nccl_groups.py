@@ -23,10 +23,10 @@ from ring_backends.ring import collectives, rendezvous, transfer
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.notices import REFUSED
 from ring_backends.ring.stream_hops import Headers
-from ring_backends.testing.calls import RankResult, check_results, expected, join, run_case_here
+from ring_backends.testing.calls import call_here
 from ring_backends.testing.correctness import EDGE_CASES
 from ring_backends.testing.rings import FOUR
-from ring_backends.testing.world import World
+from ring_backends.testing.world import World, on_every_rank
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -67,32 +67,20 @@ def groups_of_nccl(made: list[dict[str, Any]]) -> Iterator[None]:
     world.bound_device_id = None
 
 
-def make_a_ring(chosen: str | None) -> tuple[dict[str, Any], str | None, timedelta]:
-    """Make a ring. Returns how torch made the group, the variable afterwards, and the timeout of torch's watchdog."""
-    made: list[dict[str, Any]] = []
-    changes = {} if chosen is None else {ERROR_HANDLING: chosen}
-    set_timeout = mock.Mock()
-    with mock.patch.dict(os.environ, changes), groups_of_nccl(made):
-        with mock.patch.object(dist.ProcessGroup, "set_timeout", set_timeout):
-            native.initialize(ring_size=4, timeout=timedelta(seconds=400))
-        after = os.environ.get(ERROR_HANDLING)
-    return made[0], after, set_timeout.call_args.args[-1]
-
-
 @pytest.mark.parametrize("chosen", [None, "3"])
-def test_the_group_of_a_ring_over_nccl(world: World, chosen: str | None) -> None:
+@on_every_rank
+def test_the_group_of_a_ring_over_nccl(chosen: str | None) -> None:
     """Hops have a high priority. Torch neither splits the world's communicator nor ends the process first."""
-    timeout = timedelta(seconds=400)
-    wanted = {
-        "high priority": True,
-        "timeouts": (timeout, timeout),
-        "handling": chosen or "2",
-        "bound to": (None, None),
-    }
-    for made, after, watched in world.run(make_a_ring, chosen):
-        assert made == wanted
-        assert after == chosen
-        assert watched > timeout + timedelta(minutes=30)
+    timeout, made = timedelta(seconds=400), []
+    changes = {} if chosen is None else {ERROR_HANDLING: chosen}
+    with mock.patch.dict(os.environ, changes), groups_of_nccl(made):
+        with mock.patch.object(dist.ProcessGroup, "set_timeout", mock.Mock()) as set_timeout:
+            native.initialize(ring_size=4, timeout=timeout)
+        assert os.environ.get(ERROR_HANDLING) == chosen
+    wanted = {"high priority": True, "timeouts": (timeout, timeout), "handling": chosen or "2"}
+    assert made[0] == wanted | {"bound to": (None, None)}, made[0]
+    watched = set_timeout.call_args.args[-1]  # by torch's watchdog
+    assert watched > timeout + timedelta(minutes=30), watched
 
 
 def test_errors_that_torch_found() -> None:
@@ -167,16 +155,17 @@ def test_torch_writes_no_dump_unless_chosen(chosen: str | None) -> None:
     assert seen == [chosen or "0"]
 
 
-def attend_with_headers(adapter: str) -> tuple[RankResult, list[str | None]]:
-    """Call attention with headers over gloo. Returns the result, and the difference that each hop found."""
+def attend_with_headers(name: str) -> None:
+    """Call attention with headers over gloo. No hop finds a difference."""
     differences: list[str | None] = []
 
     def follow(works: Any, headers: Headers, device: torch.device) -> None:
         differences.append(headers.difference(headers.numbers.tolist()))
 
     with mock.patch.object(transfer, "stream_device", return_value=CPU), mock.patch.object(transfer, "follow", follow):
-        result = run_case_here(adapter, FOUR, "zigzag", EDGE_CASES["grouped queries"], True, "cpu")
-    return result, differences
+        call_here(f"ring_backends.adapters.{name}", EDGE_CASES["grouped queries"], FOUR, "zigzag").check()
+    assert differences
+    assert not any(differences), differences
 
 
 @pytest.mark.parametrize("name", ["native", "fsdp", "deepspeed", "fairscale"])
@@ -184,9 +173,4 @@ def test_every_adapter_sends_headers(world: World, name: str) -> None:
     reason = available_adapters()[name]
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
-    case = EDGE_CASES["grouped queries"]
-    results, differences = zip(*world.run(attend_with_headers, f"ring_backends.adapters.{name}"), strict=True)
-    for of_rank in differences:
-        assert of_rank
-        assert not any(of_rank)
-    check_results(join(results, case.seq_len, "zigzag"), expected(case), 1e-10, case)
+    world.run(attend_with_headers, name)

@@ -11,9 +11,9 @@ from native_ranks import assert_near, native_ring, on_ring
 from torch import Tensor
 
 from ring_backends import Ring, RingMismatchError
-from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.failing_calls import ending
 from ring_backends.testing.rings import FOUR
-from ring_backends.testing.world import World
+from ring_backends.testing.world import World, on_every_rank
 
 BATCH, FEATURES = 4, (3, 2)
 HOWS = ("mean", "max", "first", "last")
@@ -87,46 +87,29 @@ def test_a_mean_of_bf16_is_summed_in_fp32() -> None:
     assert Ring().pool(rows).item() == pytest.approx(1 + 50 / 4096, abs=2**-8)
 
 
-def refused_here() -> list[Ended]:
+@on_every_rank
+def test_different_calls_are_reported() -> None:
     ring = native_ring(rings=FOUR)
-    rows = ring.shard(torch.zeros(2, 8, 3))
-    return [
-        ending(lambda: ring.pool(rows, how="sum")),  # type: ignore[arg-type]
-        ending(lambda: ring.pool(rows, torch.ones(2, 8))),
-        ending(lambda: ring.pool(rows, seq_len=9)),
-        ending(lambda: ring.pool(rows)),
-    ]
-
-
-def differently_here() -> list[Ended]:
-    ring = native_ring(rings=FOUR)
+    ended = ending(ring.pool, torch.zeros(2, 2, 3), how="first" if ring.rank else "last")
+    ended.check(RingMismatchError, "by 'first'")
     rows = torch.zeros(2, 2 if ring.rank < 3 else 1, 3)
-    return [
-        ending(lambda: ring.pool(torch.zeros(2, 2, 3), how="first" if ring.rank else "last")),
-        ending(lambda: ring.with_layout("contiguous").pool(rows, how="last")),  # 7 rows, without seq_len
-    ]
+    ended = ending(ring.with_layout("contiguous").pool, rows, how="last")  # 7 rows, without seq_len
+    ended.check(RingMismatchError, "pool of 8 rows")
 
 
-def test_different_calls_are_reported(world: World) -> None:
-    for how, seq_len in world.run(differently_here):
-        how.check(RingMismatchError, "by 'first'")
-        seq_len.check(RingMismatchError, "pool of 8 rows")
-
-
-def conjugated_here() -> Tensor:
+@on_every_rank
+def test_a_conjugated_view_is_unsharded() -> None:
     ring = native_ring(rings=FOUR)
     rows = torch.complex(torch.full((1, 2), float(ring.rank)), torch.ones(1, 2))
-    return ring.unshard(rows.conj())
+    whole = ring.unshard(rows.conj()).tolist()
+    assert whole == [[complex(rank, -1) for rank in range(4) for _ in range(2)]], whole
 
 
-def test_a_conjugated_view_is_unsharded(world: World) -> None:
-    for whole in world.run(conjugated_here):
-        assert whole.tolist() == [[complex(rank, -1) for rank in range(4) for _ in range(2)]]
-
-
-def test_bad_arguments_are_refused_by_name(world: World) -> None:
-    for how, mask, seq_len, right in world.run(refused_here):
-        assert "how = 'sum': expected one of 'mean', 'max'" in how.message, how
-        assert "mask is [2, 8]: expected [2, 2]" in mask.message, mask
-        assert "rows has 2 rows along dim 1" in seq_len.message, seq_len
-        assert right.error == "no error", right
+@on_every_rank
+def test_bad_arguments_are_refused_by_name() -> None:
+    ring = native_ring(rings=FOUR)
+    rows = ring.shard(torch.zeros(2, 8, 3))
+    ending(ring.pool, rows, how="sum").check(ValueError, "how = 'sum': expected one of 'mean', 'max'")
+    ending(ring.pool, rows, torch.ones(2, 8)).check(ValueError, "mask is [2, 8]: expected [2, 2]")
+    ending(ring.pool, rows, seq_len=9).check(Exception, "rows has 2 rows along dim 1")
+    ring.pool(rows)

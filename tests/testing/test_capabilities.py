@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -21,13 +22,11 @@ def test_an_unknown_capability_raises_when_the_class_is_defined():
 
 def capabilities_of(test: Callable[..., object]) -> set[str | None]:
     """The capabilities that a test or one of its parameters requires."""
-    found = set(getattr(test, "required_capabilities", ()))
-    for mark in getattr(test, "pytestmark", ()):
-        if mark.name == "parametrize":
-            for values in mark.args[1]:
-                for value in getattr(values, "values", (values,)):
-                    found.add(getattr(value, "capability", None))
-    return found
+    marks = getattr(test, "pytestmark", ())
+    parameters = [values for mark in marks if mark.name == "parametrize" for values in mark.args[1]]
+    values = [value for values in parameters for value in getattr(values, "values", (values,))]
+    required = [capability for mark in marks if mark.name == "requires" for capability in mark.args]
+    return {getattr(value, "capability", None) for value in values}.union(required)
 
 
 def test_every_capability_is_required_by_a_test() -> None:
@@ -35,6 +34,13 @@ def test_every_capability_is_required_by_a_test() -> None:
     required = set().union(*map(capabilities_of, tests))
     # For adapters without "parameters of some ranks", tests expect an error. They are not skipped.
     assert set(CAPABILITIES) == required - {None} | {"parameters of some ranks"}
+
+
+def test_ranks_get_the_settings_of_a_test_class() -> None:
+    settings = {"adapter": "flying.backend", "without": {"training": "too high"}, "framework_options": {"wings": 2}}
+    suite = pickle.loads(pickle.dumps(type("TestFlying", (AdapterTests,), settings)()))
+    assert type(suite) is AdapterTests
+    assert vars(suite) == settings
 
 
 SUITE = """

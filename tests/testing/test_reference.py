@@ -9,7 +9,6 @@ import ast
 import math
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -101,27 +100,20 @@ def leaves(case: AttentionCase) -> tuple[list[Tensor], Tensor, Tensor | None]:
     return [x.requires_grad_() for x in inputs], grad_out, mask
 
 
-def marks(case: AttentionCase) -> dict[str, Any]:
-    others: dict[str, Any] = {"weight_factors": case.weight_factors(), "sinks": case.sink_scores()}
-    others["modified_scores"] = case.modified_scores()
-    return {"document_ids": case.document_ids(), **others}
-
-
 @settings(max_examples=150, deadline=None)
 @given(case=attention_cases(**SMALL))
 def test_equals_the_loop_over_rows(case):
-    query, key, value, _, mask = case.tensors()
-    found = reference_attention(query, key, value, **case.options(), key_padding_mask=mask, **marks(case))
+    found = reference_attention(*case.tensors()[:3], **case.reference_options())
     torch.testing.assert_close(found, walked_attention(case), rtol=1e-12, atol=1e-12)
 
 
 @settings(max_examples=40, deadline=None)
 @given(case=attention_cases(**SMALL | {"max_n": 8}))
 def test_gradients_are_the_derivative(case):
-    inputs, grad_out, mask = leaves(case)
+    inputs, grad_out, _ = leaves(case)
 
     def out(*qkv: Tensor) -> Tensor:
-        return reference_attention(*qkv, **case.options(), key_padding_mask=mask, **marks(case))[0]
+        return reference_attention(*qkv, **case.reference_options())[0]
 
     assert torch.autograd.gradcheck(out, inputs, fast_mode=True)
     grads = torch.autograd.grad(out(*inputs), inputs, grad_out)

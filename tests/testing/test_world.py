@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import signal
@@ -18,7 +19,7 @@ from command_line import environment, output_of, run
 
 from ring_backends.errors import RingMismatchError
 from ring_backends.testing.marks import MORE_CASES
-from ring_backends.testing.world import RanksFailedError, World
+from ring_backends.testing.world import RanksFailedError, World, on_every_rank
 
 
 @dataclass
@@ -83,6 +84,19 @@ def test_results_come_back_by_rank(pair):
     assert pair.run(rank_and_arguments, 1, named=2) == [(0, (1,), {"named": 2}), (1, (1,), {"named": 2})]
     assert pair.run(sum_over_ranks, 2) == [5.0, 5.0]
     assert pair.run(rank_and_arguments, Parcel("x"), ranks=[1]) == [None, (1, (Parcel("x"),), {})]
+
+
+@on_every_rank
+def rank_is_not(number):
+    assert dist.get_rank() != number, f"this is rank {number}"
+
+
+def test_the_body_of_a_test_runs_on_every_rank(pair):
+    rank_is_not(number=2, world=pair)
+    for rank in (0, 1):
+        with pytest.raises(RanksFailedError, match=f"on 1 of 2 ranks[\\s\\S]*this is rank {rank}"):
+            rank_is_not(number=rank, world=pair)
+    assert list(inspect.signature(rank_is_not).parameters) == ["number", "world"]
 
 
 def test_tensors_are_returned_unchanged(pair):
