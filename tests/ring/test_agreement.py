@@ -7,20 +7,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.agreement import Agreement
-from ring_backends.ring.calls import Configuration
+from ring_backends.ring.calls import Call, Configuration
 from ring_backends.ring.collectives import event_of
 from ring_backends.ring.differences import describe_differences
 from ring_backends.ring.watchdog import Watchdog
+from ring_backends.testing.failing_calls import Ended, ending
 
 A_MOMENT = 1.0
 """Seconds by which a busy machine may exceed a timeout."""
@@ -52,12 +55,9 @@ def test_a_store_whose_host_is_gone(host: tuple[subprocess.Popen[str], Any], fau
     process, store = host
     alone = agreement(store, 0)
     process.send_signal(fault)
-    started = time.monotonic()
-    with pytest.raises(RingPeerError, match="to compare configurations"):
-        alone.begin(Configuration({"seq_len": 8}))
-    assert time.monotonic() - started < 1 + A_MOMENT
-    with pytest.raises(RingPeerError, match="initialize"):
-        alone.begin(Configuration({"seq_len": 8}))
+    ended, again = (ending(alone.begin, Configuration({"seq_len": 8})) for _ in range(2))
+    ended.check(RingPeerError, "to compare configurations", within=1 + A_MOMENT)
+    again.check(RingPeerError, "initialize")
 
 
 def test_a_refusal_where_the_store_is_gone(host: tuple[subprocess.Popen[str], Any]) -> None:
@@ -66,56 +66,42 @@ def test_a_refusal_where_the_store_is_gone(host: tuple[subprocess.Popen[str], An
     agreement(store, 0).refuse(ValueError("w = 0"))
 
 
-def run_both(first: Any, second: Any) -> list[BaseException | None]:
-    """Run the calls of two ranks in parallel. Returns the error of each rank, or None."""
-    raised: list[BaseException | None] = [None, None]
+def run_both(*calls: Callable[[], Any]) -> list[Ended]:
+    """Run the calls of two ranks in parallel. Returns how each ended."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(ending, calls, timeout=30))
 
-    def run(index: int, part: Any) -> None:
-        try:
-            part()
-        except BaseException as error:
-            raised[index] = error
 
-    threads = [threading.Thread(target=run, args=item) for item in enumerate((first, second))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return raised
+def pair_on(store: Any) -> list[Agreement]:
+    return [agreement(store, rank, 20.0) for rank in range(2)]
 
 
 def test_ranks_agree_on_a_call_after_a_refusal() -> None:
-    store = HashStore()
-    ranks = [agreement(store, rank, 20.0) for rank in range(2)]
+    ranks = pair_on(HashStore())
     first, second = Configuration({"seq_len": 8}), Configuration({"seq_len": 9})
-    errors = run_both(lambda: ranks[0].begin(first), lambda: ranks[1].refuse(ValueError("w = 0")))
-    assert isinstance(errors[0], RingMismatchError)
-    assert "rank 1 refused its arguments with ValueError: w = 0" in str(errors[0])
-    calls = []
-    errors = run_both(*(lambda rank=rank: calls.append(rank.begin(second)) for rank in ranks))
-    assert errors == [None, None]
+    refused, _ = run_both(lambda: ranks[0].begin(first), lambda: ranks[1].refuse(ValueError("w = 0")))
+    refused.check(RingMismatchError, "rank 1 refused its arguments with ValueError: w = 0")
+    calls: list[Call] = []
+    for ended in run_both(*(lambda rank=rank: calls.append(rank.begin(second)) for rank in ranks)):
+        assert ended.error == "no error", ended
     assert calls[0].tag(0) == calls[1].tag(0)
 
 
 def test_a_call_ends_within_its_timeout() -> None:
     """The timeout includes the questions that a rank asks the store after a failed wait."""
     for seconds in (1.0, 4.0):
-        alone = agreement(HashStore(), 0, seconds)
-        started = time.monotonic()
-        with pytest.raises(RingPeerError, match=r"waited for ranks \[1\] to compare configurations"):
-            alone.begin(Configuration({"seq_len": 8}))
-        assert seconds / 2 < time.monotonic() - started < seconds + A_MOMENT
+        ended = ending(agreement(HashStore(), 0, seconds).begin, Configuration({"seq_len": 8}))
+        ended.check(RingPeerError, "waited for ranks [1] to compare configurations", within=seconds + A_MOMENT)
+        assert seconds / 2 < ended.seconds, ended
 
 
 def test_the_order_of_fields_is_part_of_the_configuration() -> None:
     """The order of keys matters. A JSON text has an order, but a comparison of dicts ignores it."""
-    store = HashStore()
-    ranks = [agreement(store, rank, 20.0) for rank in range(2)]
+    ranks = pair_on(HashStore())
     configurations = Configuration({"a": 1, "b": 2, "c": 3}), Configuration({"a": 1, "c": 3, "b": 2})
     errors = run_both(*(partial(rank.begin, mine) for rank, mine in zip(ranks, configurations, strict=True)))
-    for error in errors:
-        assert isinstance(error, RingMismatchError)
-        assert "the order of their fields, at place 1 (rank 0: b, rank 1: c)" in str(error)
+    for ended in errors:
+        ended.check(RingMismatchError, "the order of their fields, at place 1 (rank 0: b, rank 1: c)")
 
 
 def test_differing_lists_are_shown_by_their_differences() -> None:
@@ -151,14 +137,12 @@ def test_values_are_part_of_the_next_summary() -> None:
 
 
 def test_the_values_of_an_earlier_event_are_named() -> None:
-    store = HashStore()
-    ranks = [agreement(store, rank, 20.0) for rank in range(2)]
+    ranks = pair_on(HashStore())
     for rank, lr in zip(ranks, (0.5, 0.25), strict=True):
         rank.is_expected(event_of("step", {}), {"lr": lr})
     errors = run_both(*(partial(rank.raise_difference, {"order of calls": "count"}) for rank in ranks))
-    for error in errors:
-        assert isinstance(error, RingMismatchError)
-        assert "lr of step (call 0) (rank 0: 0.5, rank 1: 0.25)" in str(error)
+    for ended in errors:
+        ended.check(RingMismatchError, "lr of step (call 0) (rank 0: 0.5, rank 1: 0.25)")
     for rank in ranks:
         assert not rank.has_failed
         assert rank.summary(event_of("step", {})) == ranks[0].summary(event_of("step", {}))
@@ -178,14 +162,12 @@ def test_a_field_of_the_call_hides_one_of_the_context() -> None:
         rank.context = {"input_ids": "of the last batch"}
     fields = [{"order of calls": "generate", "input_ids": prompt} for prompt in ("a", "b")]
     calls = [partial(rank.raise_difference, own) for rank, own in zip(ranks, fields, strict=True)]
-    for error in run_both(*calls):
-        assert isinstance(error, RingMismatchError)
-        assert "the ranks differ in input_ids (rank 0: a, rank 1: b)" in str(error)
+    for ended in run_both(*calls):
+        ended.check(RingMismatchError, "the ranks differ in input_ids (rank 0: a, rank 1: b)")
 
 
 def test_a_long_wait_ends_if_rank_0_made_another_call() -> None:
-    store = HashStore()
-    ranks = [agreement(store, rank, 20.0) for rank in range(2)]
+    ranks = pair_on(HashStore())
     ended: list[int] = []
 
     def wait() -> None:
@@ -202,8 +184,7 @@ def test_a_long_wait_ends_if_rank_0_made_another_call() -> None:
 
 def test_the_refusal_of_an_earlier_call_is_named() -> None:
     """Rank 0 has made the refused call without a wait for rank 1, and waits in a later one."""
-    store = HashStore()
-    ranks = [agreement(store, rank, 20.0) for rank in range(2)]
+    ranks = pair_on(HashStore())
     ended: list[int] = []
     with waiting_rank(ranks[0], 8, ended):
         pass
@@ -232,38 +213,18 @@ def test_progress_moves_the_deadline_of_a_wait() -> None:
 def test_the_watchdog_continues_after_an_error() -> None:
     """The watchdog thread continues if one of its rings raises."""
     watch, checked = Watchdog(), threading.Event()
-
-    class Failing:
-        def examine_stream(self) -> None:
-            pass
-
-        def wait_number(self) -> int:
-            return 1
-
-        def end_vain_wait(self) -> None:
-            raise TypeError("on purpose")
-
-    class Waiting:
-        def examine_stream(self) -> None:
-            pass
-
-        def wait_number(self) -> int:
-            return 1
-
-        def end_vain_wait(self) -> None:
-            checked.set()
-
-    rings = Failing(), Waiting()
-    for ring in rings:
+    failing = mock.Mock(wait_number=lambda: 1, end_vain_wait=mock.Mock(side_effect=TypeError("on purpose")))
+    waiting = mock.Mock(wait_number=lambda: 1, end_vain_wait=checked.set)
+    for ring in (failing, waiting):
         watch.add(ring)
     assert checked.wait(10)
     watch.stop(10)
 
 
 def test_checks_do_not_fill_the_store() -> None:
-    store = HashStore()
-    ranks = [agreement(store, rank, 20.0) for rank in range(2)]
+    ranks = pair_on(store := HashStore())
     for seq_len in range(1, 30):
         configuration = Configuration({"seq_len": seq_len})
-        assert run_both(*(partial(rank.begin, configuration) for rank in ranks)) == [None, None]
+        for ended in run_both(*(partial(rank.begin, configuration) for rank in ranks)):
+            assert ended.error == "no error", ended
     assert store.num_keys() <= 4

@@ -28,9 +28,7 @@ from nccl_cases import (
     attended,
     attention,
     begin,
-    check_error,
     copy_to_host,
-    ended,
     hop_from,
     local_inputs,
     run,
@@ -49,6 +47,7 @@ from ring_backends.ring.notices import REFUSED
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.stream_hops import FollowedHop, FollowedHops, Headers, StreamHop
 from ring_backends.ring.transfer import WorkTransfer
+from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.marks import MORE_CASES
 from ring_backends.training.state import TrainingState
 
@@ -90,7 +89,7 @@ def test_the_host_waits_for_nothing(cuda: Cuda) -> None:
     assert run(1, call, seconds=60) == [(["wait for the hop", "copy headers"], False, True, None)]
 
 
-def call_differently(ring: SimulatedRing, difference: str) -> Exception | None:
+def call_differently(ring: SimulatedRing, difference: str) -> Ended:
     """Make calls of equal sizes that differ between the ranks. All ranks have agreed on each of them before."""
     inputs, modules = local_inputs(ring), (attention(ring), attention(ring))
     modules[0](*inputs)
@@ -99,7 +98,7 @@ def call_differently(ring: SimulatedRing, difference: str) -> Exception | None:
     ring.synchronize()
     odd = ring.rank == 1
     attend = modules[odd] if difference == "modules" else partial(modules[0], is_causal=odd)
-    return ended(lambda: (attend(*inputs), ring.synchronize()))
+    return ending(lambda: (attend(*inputs), ring.synchronize()))
 
 
 @pytest.mark.parametrize(
@@ -109,13 +108,14 @@ def call_differently(ring: SimulatedRing, difference: str) -> Exception | None:
 def test_calls_of_equal_sizes_that_differ(difference: str, named: str) -> None:
     """NCCL pairs their messages."""
     for error in run(2, partial(call_differently, difference=difference)):
-        check_error(error, RingMismatchError, named)
+        error.check(RingMismatchError, named)
 
 
 def test_without_headers_calls_of_equal_sizes_would_pass() -> None:
     """The simulated communicator finds no difference itself, so the headers found those of the test above."""
     with mock.patch.object(Headers, "difference", return_value=None):
-        assert run(2, partial(call_differently, difference="modules")) == [None, None]
+        for ended in run(2, partial(call_differently, difference="modules")):
+            assert ended.error == "no error", ended
 
 
 def test_a_mismatch_is_named_if_the_peer_reports_nothing() -> None:
@@ -127,11 +127,11 @@ def test_a_mismatch_is_named_if_the_peer_reports_nothing() -> None:
             ring.post({0: torch.zeros(4, dtype=torch.uint8)}, {}, made.tag(3))
             return None
         ring.agreement.follow(made, "rank 0 waited for a hop", hop_from(ring, 1, made.tag(2)))
-        return ended(ring.synchronize)
+        return ending(ring.synchronize)
 
     error, _ = run(2, call)
     text = "rank 0 waited for a hop, but rank 1 sent hop 3 of the call"
-    check_error(error, RingMismatchError, text, "expected was hop 2")
+    error.check(RingMismatchError, text, "expected was hop 2")
 
 
 def test_memory_of_a_hop_that_nobody_waits_for_is_not_reused() -> None:
@@ -139,7 +139,7 @@ def test_memory_of_a_hop_that_nobody_waits_for_is_not_reused() -> None:
     recorded: list[tuple[Tensor, Stream]] = []
 
     def call(ring: SimulatedRing) -> Any:
-        return ended(lambda: attention(ring)(*local_inputs(ring)))
+        return ending(lambda: attention(ring)(*local_inputs(ring)))
 
     def record_stream(buffer: Tensor, stream: Stream) -> None:
         recorded.append((buffer, stream))
@@ -148,7 +148,8 @@ def test_memory_of_a_hop_that_nobody_waits_for_is_not_reused() -> None:
     no_room = mock.patch.object(TileRunner, "forward_into", side_effect=MemoryError("no room for a tile"))
     with no_room, mock.patch.object(Tensor, "record_stream", record_stream):
         errors = run(2, call)
-    assert all(isinstance(error, MemoryError) for error in errors), errors
+    for error in errors:
+        error.check(MemoryError)
     payloads = [buffer for buffer, _ in recorded if buffer.numel() > 8]
     assert len(payloads) == 4  # each rank sends one buffer and receives one
     assert all(stream.events[-1] == "wait for the hop" for _, stream in recorded)
@@ -216,18 +217,15 @@ def test_a_peer_that_never_comes() -> None:
         attend, inputs = attended(ring)
         if ring.rank == 1:
             return None
-        started = time.monotonic()
-        first = ended(lambda: (attend(*inputs), ring.synchronize()))
-        seconds = time.monotonic() - started
-        return first, seconds, ended(lambda: attend(*inputs)), ended(ring.synchronize), ring.num_aborts[0]
+        first = ending(lambda: (attend(*inputs), ring.synchronize()))
+        return first, ending(attend, *inputs), ending(ring.synchronize), ring.num_aborts[0]
 
     results = run(4, call)
     for rank in (0, 2, 3):
-        first, seconds, again, synchronized, num_aborts = results[rank]
-        check_error(first, RingPeerError, f"rank {rank} waited in step")
-        assert seconds < 6
+        first, again, synchronized, num_aborts = results[rank]
+        first.check(RingPeerError, f"rank {rank} waited in step", within=6)
         for error in (again, synchronized):
-            check_error(error, RingPeerError, "initialize()")
+            error.check(RingPeerError, "initialize()")
         assert num_aborts == 1
 
 
@@ -249,16 +247,16 @@ def test_a_lost_peer_is_reported_without_synchronize(use: str) -> None:
         if use == "begin":
             attend(*inputs)  # returns garbage, as over NCCL
             assert ring.aborted.wait(10)  # the stream goes on
-            return ended(lambda: begin(ring))
+            return ending(lambda: begin(ring))
         hops = Hops(ring.rank, attend.ring_pass, begin(ring), ring.agreement, ring.traffic)
         posted = post(hops, 0)
         assert posted is not None
         posted.wait()
         assert ring.aborted.wait(10)
-        return ended(lambda: post(hops, 1))
+        return ending(lambda: post(hops, 1))
 
     results = run(2, call)
-    check_error(results[0], RingPeerError, "waited in step", "the hop did not end on the GPU")
+    results[0].check(RingPeerError, "waited in step", "the hop did not end on the GPU")
 
 
 def test_an_error_of_nccl_ends_the_wait_at_once() -> None:
@@ -271,10 +269,10 @@ def test_an_error_of_nccl_ends_the_wait_at_once() -> None:
         ring.agreement.follow(begin(ring), "rank waited", hop)
         ring.agreement.has_error = lambda: True
         ring.aborted.set()
-        return ended(ring.synchronize)
+        return ending(ring.synchronize)
 
     for error in run(2, call, seconds=60):
-        check_error(error, RingPeerError, "NCCL reported an error")
+        error.check(RingPeerError, "NCCL reported an error")
 
 
 def test_a_new_configuration_does_not_wait_for_a_closed_ring() -> None:
@@ -284,10 +282,10 @@ def test_a_new_configuration_does_not_wait_for_a_closed_ring() -> None:
         begin(ring, 8)
         if ring.rank == 1:
             return ring.agreement.report_error("forward", ValueError("broken"))
-        return ended(lambda: begin(ring, 9))
+        return ending(lambda: begin(ring, 9))
 
     error, _ = run(2, call, seconds=60)
-    check_error(error, RingPeerError, "rank 1 raised ValueError: broken")
+    error.check(RingPeerError, "rank 1 raised ValueError: broken")
 
 
 @pytest.mark.parametrize("after_hops", [False, True])
@@ -307,15 +305,15 @@ def test_a_refused_call() -> None:
     def call(ring: SimulatedRing) -> Any:
         attend, inputs = attended(ring)
         refused = ring.rank == 1
-        first = ended(lambda: (attend(*inputs, is_causal=7 if refused else False), ring.synchronize()))
+        first = ending(lambda: (attend(*inputs, is_causal=7 if refused else False), ring.synchronize()))
         while refused and not ring.communicator.store.check(["failed"]):
             time.sleep(0.01)  # the other rank must not learn of the refusal from this rank's next call
-        return first, ended(lambda: (attend(*inputs), ring.synchronize())) if refused else None
+        return first, ending(lambda: (attend(*inputs), ring.synchronize())) if refused else None
 
     (mismatch, _), (refusal, later) = run(2, call, seconds=60)
-    assert isinstance(refusal, TypeError)
+    refusal.check(TypeError)
     for error in (mismatch, later):
-        check_error(error, RingMismatchError, "rank 1 refused its arguments with TypeError: is_causal = 7")
+        error.check(RingMismatchError, "rank 1 refused its arguments with TypeError: is_causal = 7")
 
 
 @pytest.mark.parametrize(
@@ -340,16 +338,13 @@ def test_a_post_that_waits_for_a_lost_peer(how: str, where: str) -> None:
                 ring.agreement.report_error("a tile", MemoryError("no room"))
             return None
         ring.communicator.is_stuck = True
-        started = time.monotonic()
-        error = ended(lambda: attend(*inputs) if where == "attention" else ring.unshard(inputs[0]))
-        return error, time.monotonic() - started
+        return ending(lambda: attend(*inputs) if where == "attention" else ring.unshard(inputs[0]))
 
     results = run(4, call, seconds=60 if how == "raises" else 5)
     for rank in (0, 2, 3):
-        error, seconds = results[rank]
-        assert isinstance(error, RingPeerError), error
-        assert seconds < 10
-        assert ("no room" in str(error)) == (how == "raises")
+        error = results[rank]
+        error.check(RingPeerError, within=10)
+        assert ("no room" in error.message) == (how == "raises"), error
 
 
 class LostStore:
@@ -382,13 +377,13 @@ def test_a_lost_store_changes_no_deadline(hangs: bool) -> None:
         ring.agreement._notices.store = store = LostStore(answers)
         with ring.agreement.waiting(made, mock.Mock()):  # collectives of a framework, for example
             assert ring.aborted.wait(10)
-        return ended(ring.synchronize), store.num_checks
+        return ending(ring.synchronize), store.num_checks
 
     _, (error, num_checks) = run(2, call)
     if answers is not None:
         answers.set()
     assert num_checks <= 2  # by the watchdog, and to collect reports
-    check_error(error, RingPeerError, "the hop did not end on the GPU")
+    error.check(RingPeerError, "the hop did not end on the GPU")
 
 
 def ring_with_closed_peer() -> tuple[SimulatedRing, Agreement, Call]:
@@ -445,11 +440,11 @@ def test_an_unshard_that_raises_is_reported(direction: str) -> None:
         if ring.rank == 1:
             object.__setattr__(ring, "exchange", mock.Mock(side_effect=MemoryError("no room")))
         part = partial(ring.unshard, rows) if direction == "forward" else whole.sum().backward
-        return ended(lambda: (part(), ring.synchronize()))
+        return ending(lambda: (part(), ring.synchronize()))
 
     waiting, raised = run(2, call, seconds=60)
-    assert isinstance(raised, MemoryError), raised
-    check_error(waiting, RingPeerError, "rank 1 raised MemoryError: no room")
+    raised.check(MemoryError)
+    waiting.check(RingPeerError, "rank 1 raised MemoryError: no room")
 
 
 def test_a_captured_call_is_refused() -> None:
@@ -463,15 +458,16 @@ def test_a_captured_call_is_refused() -> None:
         begin(ring)
         if ring.rank == 1:
             capturing.add(threading.get_ident())
-        error = ended(lambda: begin(ring, 9))
+        error = ending(lambda: begin(ring, 9))
         capturing.discard(threading.get_ident())
-        return error, ended(lambda: begin(ring, 9)), ring.num_aborts[0]
+        return error, ending(lambda: begin(ring, 9)), ring.num_aborts[0]
 
     with (
         mock.patch.object(torch.cuda, "is_initialized", return_value=True),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", side_effect=is_capturing),
     ):
         (mismatch, *after), (refusal, *after_refusal) = run(2, call, seconds=60)
-    check_error(refusal, RuntimeError, "a call on a ring of 2 ranks cannot be captured in a CUDA graph")
-    check_error(mismatch, RingMismatchError, "rank 1 refused")
-    assert after == after_refusal == [None, 0]
+    refusal.check(RuntimeError, "a call on a ring of 2 ranks cannot be captured in a CUDA graph")
+    mismatch.check(RingMismatchError, "rank 1 refused")
+    for again, num_aborts in (after, after_refusal):
+        assert (again.error, num_aborts) == ("no error", 0), again
