@@ -16,12 +16,12 @@ from ring_backends.testing.world import World
 ADAPTER = "ring_backends.adapters.native"
 
 
-def world_of(size: int, *preload: str) -> Any:
-    """A fixture: a world of ``size`` ranks, which the tests of one file share."""
+def world_of(size: int, *preload: str, **options: Any) -> Any:
+    """A fixture: a world of ``size`` ranks, which the tests of one file share. ``options`` are of World."""
 
     @pytest.fixture(scope="module")
     def ranks() -> Iterator[World]:
-        with World(size, preload=preload) as world:
+        with World(size, preload=preload, **options) as world:
             yield world
 
     return ranks

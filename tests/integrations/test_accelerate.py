@@ -5,15 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 import torch
-from accelerate import Accelerator
 from native_ranks import world_of
 from torch.utils.data import DataLoader
-from trainer_cases import assert_equal, make_model, reset_accelerate, run_accelerate
+from trainer_cases import Accelerator, assert_equal, make_model, reset_accelerate, run_accelerate
 
 from ring_backends import Ring
 from ring_backends.integrations.accelerate import attach

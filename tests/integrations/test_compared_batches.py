@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 import torch
 import torch.distributed as dist
+from native_ranks import world_of
 from torch import Tensor
 from trainer_cases import make_model
 
@@ -26,26 +22,24 @@ from ring_backends.integrations.transformers.whole_batches import ComparedBatche
 from ring_backends.testing.failing_calls import AT_ONCE, Ended, ending
 from ring_backends.testing.world import World
 
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[World]:
-    with World(2, preload=["transformers", "ring_backends.integrations.transformers.whole_batches"]) as ranks:
-        yield ranks
+two = world_of(2, "transformers", "ring_backends.integrations.transformers.whole_batches")
 
 
-def call_with_batches(length: int) -> tuple[int, Ended]:
-    """Call a model with equal batches, and then with batches that differ in the last token or in their length.
+def call_with_batches(length: int, is_first: bool) -> tuple[int, Ended]:
+    """Call a model with batches that differ in the last token or in their length; unless they are the first, after four
+    calls with equal batches.
 
     Returns:
-        The number of comparisons in the calls with equal batches after the first one, and how the last call ended.
+        The number of comparisons in the last three calls with equal batches, and how the last call ended.
     """
     rank, model = dist.get_rank(), make_model("llama")
     ring = native.initialize(timeout=timedelta(seconds=60))
     use_ring(model, ring)
     tokens = torch.arange(1, 9).view(1, -1)
-    model(tokens, labels=tokens)
+    if not is_first:
+        model(tokens, labels=tokens)
     with mock.patch.object(whole_batches, "agree") as agree:
-        for shift in range(3):
+        for shift in range(0 if is_first else 3):
             model(tokens + shift, labels=tokens)
     other = torch.arange(1, 1 + (length if rank else 8)).view(1, -1)
     other[0, -1] += rank
@@ -53,13 +47,13 @@ def call_with_batches(length: int) -> tuple[int, Ended]:
 
 
 @pytest.mark.parametrize("length", [8, 9])
-def test_later_batches_that_differ_are_reported(two: World, length: int) -> None:
-    for num_comparisons, ended in two.run(call_with_batches, length):
+@pytest.mark.parametrize("is_first", [False, True])
+def test_batches_that_differ_are_reported(two: World, length: int, is_first: bool) -> None:
+    start = "the ranks differ in " if is_first else ""
+    texts = (f"{start}input_ids (rank 0: torch.int64 [1, 8]", f", rank 1: torch.int64 [1, {length}]", "labels (rank 0")
+    for num_comparisons, ended in two.run(call_with_batches, length, is_first):
         assert num_comparisons == 0
-        ended.check(RingMismatchError)
-        for text in ("input_ids (rank 0: torch.int64 [1, 8]", f", rank 1: torch.int64 [1, {length}]", "labels (rank 0"):
-            assert text in ended.message, ended
-        assert ended.seconds < AT_ONCE, ended
+        ended.check(RingMismatchError, *texts, within=AT_ONCE)
 
 
 def test_checksums_on_a_gpu_are_compared_two_batches_later() -> None:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
-from model_sizes import SIZES, VOCABULARY
+from small_models import SIZES, VOCABULARY
 from trainer_cases import assert_equal, run
 
 from ring_backends.testing.world import World

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from ring_backends.testing.marks import matrix_but
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-pytest.importorskip("transformers")
-
-import transformers
-from model_sizes import SIZES
 from native_ranks import assert_near, on_ring
+from small_models import build, transformers
+from torch import Tensor
 from trainer_cases import OWN_SIZES
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ring_backends import Ring
 from ring_backends.integrations.transformers import use_ring
+from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.world import World
 
 N = 21
@@ -31,11 +23,9 @@ TOKENS = torch.randint(3, 23, (3, N), generator=torch.Generator().manual_seed(0)
 
 def make_model(kind: Any, task: str = "ForSequenceClassification", **fields: Any) -> Any:
     has_interface = kind != "modernbert" or transformers.ModernBertModel._can_set_attn_implementation()
-    if kind not in CONFIG_MAPPING or not has_interface:
+    if kind not in transformers.CONFIG_MAPPING or not has_interface:
         pytest.skip("this release of transformers has no such model, or one with an attention of its own")
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **{**SIZES, **OWN_SIZES.get(kind, {}), **fields})
-    return getattr(transformers, f"AutoModel{task}").from_config(config).double().eval()
+    return build(kind, task, **{**OWN_SIZES.get(kind, {}), **fields}).double().eval()
 
 
 def batch(padding: int, on_the_left: bool = False) -> dict[str, Tensor]:
@@ -57,24 +47,21 @@ MODELS = {
 }
 
 
-def on_a_ring(ring: Ring, name: str) -> list[tuple[Tensor, ...]]:
+def results_of(ring: Ring | None, name: str) -> list[tuple[Tensor, ...]]:
+    """Results of a model, without a ring if it is None, of a deep copy, and with padding on the left."""
     kind, fields, takes_left = MODELS[name]
     model = make_model(kind, **fields)
-    use_ring(model, ring)
-    copied = copy.deepcopy(model)
-    return [results(model), results(copied), results(model, takes_left)]
+    if ring is not None:
+        use_ring(model, ring)
+    return [results(model), results(copy.deepcopy(model)), results(model, takes_left)]
 
 
 @pytest.mark.parametrize("name", matrix_but("last", of=MODELS))
 def test_the_result_is_that_of_the_whole_sequences(pair: World, name: str) -> None:
     """Also in a deep copy, and with padding on the left if the head does not read it."""
-    kind, fields, takes_left = MODELS[name]
-    model = make_model(kind, **fields)
-    expected = [results(model), results(model), results(model, takes_left)]
-    for of_rank in (on_a_ring(Ring(), name), *pair.run(on_ring, on_a_ring, name)):
-        for found, right in zip(of_rank, expected, strict=True):
-            for one, other in zip(found, right, strict=True):
-                assert_near(one, other)
+    expected = results_of(None, name)
+    for of_rank in (results_of(Ring(), name), *pair.run(on_ring, results_of, name)):
+        assert_near(of_rank, expected)
 
 
 def pooled_by_bert(ring: Ring) -> Tensor:
@@ -91,17 +78,17 @@ def test_the_pooler_of_a_model_without_a_head(pair: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
+    ("kind", "fields", "message"),
     [
-        (("eurobert", {"classifier_pooling": "late"}), "EuroBert.*: its head pools rows in another way than"),
-        (("albert", {"embedding_size": 32}), "AlbertForSequenceClassification: its pooler gets one row"),
+        ("eurobert", {"classifier_pooling": "late"}, "EuroBert.*: its head pools rows in another way than"),
+        ("albert", {"embedding_size": 32}, "AlbertForSequenceClassification: its pooler gets one row"),
     ],
 )
-def test_other_ways_are_refused(model: tuple[str, dict[str, Any]], message: str) -> None:
-    made = make_model(model[0], **model[1])
+def test_other_ways_are_refused(kind: str, fields: dict[str, Any], message: str) -> None:
+    model = make_model(kind, **fields)
     for _ in range(2):  # the hooks of the first call are gone
         with pytest.raises(ValueError, match=message):
-            use_ring(made, Ring())
+            use_ring(model, Ring())
 
 
 def test_what_else_is_refused() -> None:

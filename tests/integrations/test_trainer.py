@@ -6,27 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import trainer_cases as cases
+from native_ranks import assert_near, world_of
+from trainer_cases import CASES, assert_equal, run
 
 from ring_backends.testing.marks import matrix_but
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
-from native_ranks import assert_near, world_of
-from trainer_cases import (
-    CASES,
-    OTHERS,
-    assert_equal,
-    bf16_losses,
-    evaluation_of_embeddings,
-    evaluation_of_other_weights,
-    evaluation_of_packed_rows,
-    evaluations,
-    resume,
-    run,
-    unlabelled,
-)
-
 from ring_backends.testing.world import World
 
 PRELOAD = ["transformers.trainer", "transformers.models.llama.modeling_llama", "ring_backends.integrations.trainer"]
@@ -55,7 +39,9 @@ def test_two_by_two(four: World, name: str) -> None:
 
 
 @pytest.mark.matrix(reason="trains eleven models")
-@pytest.mark.parametrize("name", ["gemma2", "gpt-oss-lora", "mistral-packed", "modernbert", "qwen3-packed", *OTHERS])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "gpt-oss-lora", "mistral-packed", "modernbert", "qwen3-packed", *cases.OTHERS]
+)
 def test_three_ranks(three: World, name: str) -> None:
     assert_equal(three.run(run, name, 3, "zigzag"), run(name, None))
 
@@ -76,16 +62,16 @@ def test_fsdp2(two: World, strategy: str, name: str) -> None:
 @pytest.mark.parametrize("ring_size", matrix_but(2, of=(1, 2)))
 def test_resume(two: World, tmp_path: Path, ring_size: int) -> None:
     """A run that is resumed from a training checkpoint goes on as the run that wrote it."""
-    expected, _ = resume(str(tmp_path / "one process"), None)
-    for uninterrupted, resumed in two.run(resume, str(tmp_path / "rings"), ring_size):
+    expected, _ = cases.resume(str(tmp_path / "one process"), None)
+    for uninterrupted, resumed in two.run(cases.resume, str(tmp_path / "rings"), ring_size):
         assert_equal([uninterrupted, resumed], expected)
 
 
 @LONG
 def test_bf16(two: World) -> None:
     """Rounding of bf16 differs, but by less than the first steps change the loss."""
-    expected = bf16_losses(None)
-    for found in two.run(bf16_losses, 2):
+    expected = cases.bf16_losses(None)
+    for found in two.run(cases.bf16_losses, 2):
         assert_near(found, expected, 3e-3)
 
 
@@ -93,32 +79,32 @@ def test_bf16(two: World) -> None:
 @pytest.mark.parametrize("average", matrix_but(False, of=(True, False)))
 def test_evaluations_with_short_last_batches(two: World, average: bool, loss_func: bool) -> None:
     """Repeated sequences do not count, and a ring without labels of its own has the loss of all rings."""
-    expected = torch.tensor(evaluations(None, average, loss_func))
-    for found in two.run(evaluations, 1, average, loss_func):
+    expected = torch.tensor(cases.evaluations(None, average, loss_func))
+    for found in two.run(cases.evaluations, 1, average, loss_func):
         assert_near(torch.tensor(found), expected, 1e-5)
 
 
 def test_evaluation_of_packed_rows_with_a_short_last_batch(two: World) -> None:
     """No row of one ring repeats another."""
-    loss, num_labels = evaluation_of_packed_rows(None)
-    for found in two.run(evaluation_of_packed_rows, 2):
+    loss, num_labels = cases.evaluation_of_packed_rows(None)
+    for found in two.run(cases.evaluation_of_packed_rows, 2):
         assert found == (pytest.approx(loss, abs=1e-5), num_labels)
 
 
 @pytest.mark.parametrize("ring_size", matrix_but(2, of=(2, 1)))
 def test_ranks_with_other_weights_have_those_of_rank_0(two: World, ring_size: int) -> None:
-    wanted = evaluation_of_other_weights(None)
-    assert two.run(evaluation_of_other_weights, ring_size) == [pytest.approx(wanted, abs=1e-5)] * 2
+    wanted = cases.evaluation_of_other_weights(None)
+    assert two.run(cases.evaluation_of_other_weights, ring_size) == [pytest.approx(wanted, abs=1e-5)] * 2
 
 
 @LONG
 def test_evaluation_of_embeddings_with_a_short_last_batch(two: World) -> None:
     """Labels of whole sequences stay as they are."""
-    losses = two.run(evaluation_of_embeddings, 1)
+    losses = two.run(cases.evaluation_of_embeddings, 1)
     assert losses[0] == losses[1] > 0
 
 
 @LONG
 def test_a_classifier_without_labels(two: World) -> None:
     expected = "the batch has input_ids, attention_mask, and no labels: there is no loss; add labels."
-    assert two.run(unlabelled, 2) == [expected] * 2
+    assert two.run(cases.unlabelled, 2) == [expected] * 2

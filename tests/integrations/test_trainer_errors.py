@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 import torch
-import transformers
-from accelerate import Accelerator
-from model_sizes import SIZES
 from native_ranks import world_of
+from small_models import build, transformers
 from torch import Tensor
-from trainer_cases import Case, make_model, make_trainer, reset_accelerate
+from trainer_cases import Accelerator, Case, make_model, make_trainer, reset_accelerate
 
 from ring_backends import Ring
-from ring_backends.adapters import native
 from ring_backends.integrations.accelerate import attach as attach_accelerator
 from ring_backends.integrations.trainer import attach
 from ring_backends.integrations.transformers.whole_batches import use_ring
@@ -34,29 +26,25 @@ TOKENS = torch.arange(1, 9).view(1, 8)
 two = world_of(2, "transformers.trainer", "ring_backends.integrations.trainer")
 
 
-def config_of(kind: str, **options: Any) -> Any:
-    return transformers.AutoConfig.for_model(kind, **{**SIZES, **options})
-
-
 def on_a_ring(model: Any) -> Any:
     use_ring(model, Ring())
     return model
 
 
 @pytest.mark.parametrize(
-    ("config", "maker", "message"),
+    ("kind", "task", "fields", "message"),
     [
-        (config_of("bert"), "MultipleChoice", "BertForMultipleChoice: its head may pool rows"),
-        (config_of("llama"), "QuestionAnswering", "LlamaForQuestionAnswering: its head may pool rows"),
-        (config_of("t5", d_model=32, d_kv=8, d_ff=32), "Seq2SeqLM", "is_encoder_decoder = True"),
-        (config_of("mpt", d_model=32, n_heads=4, n_layers=1), "CausalLM", "attn_implementation of Mpt.* own"),
+        ("bert", "ForMultipleChoice", {}, "BertForMultipleChoice: its head may pool rows"),
+        ("llama", "ForQuestionAnswering", {}, "LlamaForQuestionAnswering: its head may pool rows"),
+        ("t5", "ForSeq2SeqLM", {"d_model": 32, "d_kv": 8, "d_ff": 32}, "is_encoder_decoder = True"),
+        ("mpt", "ForCausalLM", {"n_heads": 4, "n_layers": 1}, "attn_implementation of Mpt.* own"),
     ],
-    ids=lambda value: value if value in ("CausalLM", "MaskedLM", "Seq2SeqLM", "SequenceClassification", "") else None,
+    ids=str,
 )
-def test_models(config: Any, maker: str, message: str) -> None:
-    make = getattr(transformers, f"AutoModelFor{maker}" if maker else "AutoModel")
+def test_models(kind: str, task: str, fields: dict[str, int], message: str) -> None:
+    model = build(kind, task, **fields)
     with pytest.raises(ValueError, match=message):
-        on_a_ring(make.from_config(config))
+        on_a_ring(model)
 
 
 def test_a_model_on_two_rings() -> None:
@@ -107,45 +95,36 @@ class OwnLoss(transformers.Trainer):
         return super().compute_loss(*args, **kwargs)
 
 
-def own_loss(trainer: Any) -> None:
-    trainer.__class__ = OwnLoss
-
-
-def classifier(trainer: Any) -> None:
-    trainer.model = trainer.model_wrapped = make_model("llama", task="sequence")
-
-
-def wrapped(trainer: Any) -> None:
-    trainer.model_wrapped = torch.nn.Sequential(trainer.model)
-
-
 @pytest.mark.parametrize(
-    ("arguments", "change", "message"),
+    ("arguments", "message"),
     [
-        ({"neftune_noise_alpha": 5.0}, None, "neftune_noise_alpha: not supported by a ring; leave it out"),
-        ({"use_cache": True}, None, "use_cache: not supported by a ring"),
-        ({"eval_use_gather_object": True}, None, "eval_use_gather_object: not supported"),
-        ({"train_sampling_strategy": "batch_rebalance"}, None, "train_sampling_strategy = 'batch_rebalance'"),
-        ({"label_names": ["start_positions"]}, None, "label_names: not supported by a ring"),
-        (
-            {"label_smoothing_factor": 0.1},
-            classifier,
-            "label_smoothing_factor with a sequence classifier: not supported",
-        ),
-        ({}, own_loss, "OwnLoss.compute_loss: the loss of a ring"),
-        ({}, wrapped, r"a wrapped model: not supported by a ring; call attach\(\) before train"),
-        ({"accelerator_config": {"dispatch_batches": True}}, None, "split_batches or dispatch_batches = True"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha: not supported by a ring; leave it out"),
+        ({"use_cache": True}, "use_cache: not supported by a ring"),
+        ({"eval_use_gather_object": True}, "eval_use_gather_object: not supported"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy = 'batch_rebalance'"),
+        ({"label_names": ["start_positions"]}, "label_names: not supported by a ring"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "split_batches or dispatch_batches = True"),
     ],
 )
-def test_trainers(arguments: dict[str, Any], change: Callable[[Any], None] | None, message: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            trainer = make_trainer(Case(), 1, folder, **arguments)
-        except TypeError:
-            pytest.skip("this release of transformers has no such argument")
-    if change is not None:
-        change(trainer)
+def test_arguments_of_a_trainer(arguments: dict[str, Any], message: str) -> None:
+    try:
+        trainer = make_trainer(Case(), 1, **arguments)
+    except TypeError:
+        pytest.skip("this release of transformers has no such argument")
     with pytest.raises(ValueError, match=message):
+        attach(trainer)
+
+
+def test_other_trainers() -> None:
+    classifier = make_trainer(Case(task="sequence"), 1, label_smoothing_factor=0.1)
+    with pytest.raises(ValueError, match="label_smoothing_factor with a sequence classifier: not supported"):
+        attach(classifier)
+    trainer = make_trainer(Case(), 1)
+    trainer.model_wrapped = torch.nn.Sequential(trainer.model)
+    with pytest.raises(ValueError, match=r"a wrapped model: not supported by a ring; call attach\(\) before train"):
+        attach(trainer)
+    trainer.__class__ = OwnLoss
+    with pytest.raises(ValueError, match=r"OwnLoss\.compute_loss: the loss of a ring"):
         attach(trainer)
 
 
@@ -163,25 +142,6 @@ def messages(ranks: World, function: Callable[..., Any], *arguments: Any) -> lis
     return [f"{outcome.error_type}: {outcome.message}" for outcome in outcomes]
 
 
-def call_with_own_tokens(length: int) -> None:
-    """The last token differs between the ranks, or the length does if ``length`` is not 8."""
-    rank = int(os.environ["RANK"])
-    model = make_model("llama")
-    ring = native.initialize()
-    use_ring(model, ring)
-    tokens = torch.arange(1, 1 + (length if rank else 8)).view(1, -1)
-    tokens[0, -1] += rank
-    model(tokens, labels=tokens)
-
-
-@pytest.mark.parametrize("length", [8, 9])
-def test_batches_that_differ_within_a_ring(two: World, length: int) -> None:
-    start = "RingMismatchError: the ranks differ in input_ids (rank 0: torch.int64 [1, 8]"
-    for message in messages(two, call_with_own_tokens, length):
-        assert message.startswith(start), message
-        assert "labels (rank 0" in message
-
-
 def attach_alone() -> None:
     """Without GPUs and without ``cpu=True``, an Accelerator does not use the other processes."""
     reset_accelerate()
@@ -196,12 +156,11 @@ def test_an_accelerator_of_one_process(two: World) -> None:
 
 def train_with(name: str) -> None:
     """A Trainer on a ring, after one hook of a library has changed."""
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(Case(), 1, folder)
-        owner, method = name.split(".")
-        owners = {"Accelerator": Accelerator, "Trainer": transformers.Trainer}
-        with mock.patch.object(owners[owner], method, CHANGES[name]):
-            attach(trainer)
+    trainer = make_trainer(Case(), 1)
+    owner, method = name.split(".")
+    owners = {"Accelerator": Accelerator, "Trainer": transformers.Trainer}
+    with mock.patch.object(owners[owner], method, CHANGES[name]):
+        attach(trainer)
 
 
 def batches_by_rank(self: Any, loader: Any, **_: Any) -> Any:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-pytest.importorskip("liger_kernel")
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("TRITON_INTERPRET is not 1", allow_module_level=True)
-
 from native_ranks import world_of
 from trainer_cases import Case, assert_equal, make_attached
 
 from ring_backends.testing.world import World
+
+pytest.importorskip("liger_kernel")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("TRITON_INTERPRET is not 1", allow_module_level=True)
 
 pytestmark = pytest.mark.matrix(reason="only the environment for Triton has Liger's kernels")
 
@@ -33,15 +29,14 @@ def run(ring_size: int | None, has_liger: bool) -> dict[str, Any]:
     arguments: dict[str, Any] = {"max_steps": 3, "gradient_accumulation_steps": 2}
     if has_liger:
         arguments |= {"use_liger_kernel": True, "liger_kernel_config": KERNELS}
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = make_attached(Case(arguments=arguments), ring_size, folder, "zigzag", prediction_loss_only=True)
-        outputs: list[Any] = []
-        trainer.model.register_forward_hook(lambda model, args, output: outputs.append(output))
-        trainer.train()
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        results = {"losses": torch.tensor(losses), "evaluated": torch.tensor(trainer.evaluate()["eval_loss"])}
-        assert all((output.get("logits") is None) == has_liger for output in outputs)
-        return results | {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}
+    trainer = make_attached(Case(arguments=arguments), ring_size, "zigzag", prediction_loss_only=True)
+    outputs: list[Any] = []
+    trainer.model.register_forward_hook(lambda model, args, output: outputs.append(output))
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    results = {"losses": torch.tensor(losses), "evaluated": torch.tensor(trainer.evaluate()["eval_loss"])}
+    assert all((output.get("logits") is None) == has_liger for output in outputs)
+    return results | {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}
 
 
 @pytest.mark.timeout(600)

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-import tempfile
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+import trainer_cases as cases
+from native_ranks import world_of
+from small_models import build, transformers
+from trainer_cases import Kind, assert_equal, num_rings
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 pytest.importorskip("trl")
 
-import transformers
 from datasets import Dataset
-from model_sizes import SIZES
-from native_ranks import world_of
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from trainer_cases import OTHERS, OWN_SIZES, Kind, assert_equal, num_rings, reset_accelerate, whole
+from tokenizers import Tokenizer, models, pre_tokenizers
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from ring_backends.integrations.trainer import attach
@@ -42,13 +36,11 @@ TEMPLATE = (
 
 def make_tokenizer() -> Any:
     names = ["pad", "unknown", "end", "user", "assistant", *(f"w{number}" for number in range(WORDS))]
-    tokenizer = Tokenizer(WordLevel({name: number for number, name in enumerate(names)}, unk_token="unknown"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    made = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="pad", eos_token="end", unk_token="unknown"
-    )
-    made.chat_template = TEMPLATE
-    return made
+    numbers = {name: number for number, name in enumerate(names)}
+    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token="unknown"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "pad", "eos_token": "end", "unk_token": "unknown"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, **special)
 
 
 def words(index: int, longest: int = 40) -> str:
@@ -129,7 +121,9 @@ CASES = {
 }
 
 
-OTHER_CASES = {kind: Case(kind=kind, config=PACKED) for kind in ("gemma2", *sorted(OTHERS.keys() - {"llama4_text"}))}
+OTHER_CASES = {
+    kind: Case(kind=kind, config=PACKED) for kind in ("gemma2", *sorted(cases.OTHERS.keys() - {"llama4_text"}))
+}
 OTHER_CASES["gpt_oss"] = Case(kind="gpt_oss")
 """Models whose layers are tested by themselves, too.
 
@@ -137,37 +131,27 @@ TRL's head does not run Llama 4. Without FlashAttention, gpt-oss lets packed doc
 """
 
 
-def loss_of_next_tokens(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-    logits = outputs.logits[:, :-1].flatten(0, 1)
-    return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
-
-
-def make_trainer(case: Case, folder: str, rings: int, **options: Any) -> Any:
-    reset_accelerate()
+def make_trainer(case: Case, rings: int = 1, **options: Any) -> Any:
+    cases.reset_accelerate()
     is_reward = case.trainer is RewardTrainer
-    sizes: dict[str, Any] = {**SIZES, "vocab_size": WORDS + 5, **OWN_SIZES[case.kind]}
-    config = transformers.AutoConfig.for_model(case.kind, **sizes, num_labels=1 if is_reward else 2)
-    make = transformers.AutoModelForSequenceClassification if is_reward else transformers.AutoModelForCausalLM
-
-    def make_model(seed: int) -> Any:
-        torch.manual_seed(seed)
-        return make.from_config(copy.deepcopy(config), attn_implementation="eager").float()
-
+    task = "ForSequenceClassification" if is_reward else "ForCausalLM"
+    sizes = {"vocab_size": WORDS + 5, **cases.OWN_SIZES[case.kind], "num_labels": 1 if is_reward else 2}
+    model, reference = (build(case.kind, task, "eager", seed, **sizes).float() for seed in (0, 1))
     settings = {
         **{"use_cpu": True, "bf16": False, "max_steps": STEPS, "learning_rate": 0.1, "optim": "sgd"},
         **{"per_device_train_batch_size": 4 // rings, "per_device_eval_batch_size": 4 // rings},
         **{"logging_steps": 1, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "max_length": 64},
-        **{"gradient_checkpointing": False, "dataset_num_proc": None},
+        **{"gradient_checkpointing": False, "dataset_num_proc": None, "output_dir": cases.UNUSED},
     }
     if case.lora:
         import peft
 
         options["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     elif case.trainer in (DPOTrainer, KTOTrainer):
-        options["ref_model"] = make_model(1)
+        options["ref_model"] = reference
     trainer = case.trainer(
-        model=make_model(0),
-        args=CONFIGS[case.trainer](output_dir=folder, **{**settings, **case.config}),
+        model=model,
+        args=CONFIGS[case.trainer](**{**settings, **case.config}),
         train_dataset=case.data(48),
         eval_dataset=case.data(8),
         processing_class=make_tokenizer(),
@@ -180,21 +164,22 @@ def make_trainer(case: Case, folder: str, rings: int, **options: Any) -> Any:
 def run(name: str, ring_size: int | None, layout: Any = "contiguous") -> dict[str, Any]:
     """Train ten steps and evaluate."""
     case = {**CASES, **OTHER_CASES}[name]
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(case, folder, num_rings(ring_size))
-        if ring_size is not None:
-            attach(trainer, ring_size=ring_size, layout=layout)
-        trainer.train()
-        history = [entry for entry in trainer.state.log_history if "loss" in entry]
-        results: dict[str, Any] = {
-            name: torch.tensor([entry[name] for entry in history], dtype=torch.float64)
-            for name in ("loss", "grad_norm", *METRICS[case.trainer])
-        }
-        evaluated = trainer.evaluate()
-        measures = ("eval_loss", f"eval_{METRICS[case.trainer][0]}")
-        results |= {name: torch.tensor(evaluated[name]) for name in measures if name in evaluated}
-        parameters = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
-        return results | {name: whole(value) for name, value in parameters if value.requires_grad}
+    trainer = make_trainer(case, num_rings(ring_size))
+    if ring_size is not None:
+        attach(trainer, ring_size=ring_size, layout=layout)
+    results = train(trainer, "loss", "grad_norm", *METRICS[case.trainer])
+    evaluated = trainer.evaluate()
+    measures = ("eval_loss", f"eval_{METRICS[case.trainer][0]}")
+    results |= {name: torch.tensor(evaluated[name]) for name in measures if name in evaluated}
+    parameters = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
+    return results | {name: cases.whole(value) for name, value in parameters if value.requires_grad}
+
+
+def train(trainer: Any, *measures: str) -> dict[str, Any]:
+    """Train, and return these measures of each step."""
+    trainer.train()
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {name: torch.tensor([entry[name] for entry in history], dtype=torch.float64) for name in measures}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -220,20 +205,18 @@ def test_two_by_two(four: World) -> None:
 
 
 def with_a_loss_function(ring_size: int | None) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(Case(), folder, 1, compute_loss_func=loss_of_next_tokens)
-        if ring_size is not None:
-            attach(trainer, ring_size=ring_size)
-        trainer.train()
-        return {"loss": torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])}
+    trainer = make_trainer(Case(), compute_loss_func=cases.loss_of_next_tokens)
+    if ring_size is not None:
+        attach(trainer, ring_size=ring_size)
+    return train(trainer, "loss")
 
 
 def test_a_loss_function(two: World) -> None:
     assert_equal(two.run(with_a_loss_function, 2), with_a_loss_function(None))
 
 
-def test_what_is_refused(tmp_path: Any) -> None:
-    smoothed = make_trainer(Case(config={"label_smoothing_factor": 0.1}), str(tmp_path), 1)
+def test_what_is_refused() -> None:
+    smoothed = make_trainer(Case(config={"label_smoothing_factor": 0.1}))
     with pytest.raises(ValueError, match=r"label_smoothing_factor with a trainer of TRL: not supported by a ring"):
         attach(smoothed)
 
@@ -241,7 +224,7 @@ def test_what_is_refused(tmp_path: Any) -> None:
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             return super().compute_loss(*args, **kwargs)
 
-    own = make_trainer(Case(), str(tmp_path), 1)
+    own = make_trainer(Case())
     own.__class__ = Own
     with pytest.raises(ValueError, match=r"(?s)Own\.compute_loss: .*Trainer\(…, compute_loss_func=loss\)"):
         attach(own)

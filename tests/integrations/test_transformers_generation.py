@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import os
 from typing import Any
 
 import pytest
 import torch
+from native_ranks import on_ring
+from small_models import VOCABULARY, build, transformers
 from torch import Tensor
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-pytest.importorskip("transformers")
-
-import transformers
-from model_sizes import SIZES, VOCABULARY
-from native_ranks import native_ring, on_ring
 
 from ring_backends import Ring
 from ring_backends.adapters import native
 from ring_backends.integrations.transformers import generate, register, use_ring
+from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.rings import FOUR, TWO
 from ring_backends.testing.world import RanksFailedError, World
 
@@ -33,14 +28,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "processors": {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "min_new_tokens": 3},
     "stopping": {"eos_token_id": 7, "pad_token_id": 0},
 }
+OPTIONS = {name: {"max_new_tokens": NEW, **options} for name, options in OPTIONS.items()}
 
 
-def make_model(kind: str = "llama", attn_implementation: str = "ring_dilated") -> Any:
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **SIZES, bos_token_id=None, eos_token_id=None, **CONFIGS[kind])
-    config.initializer_range = 0.5  # larger differences between logits, so that rounding decides nothing
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
-    return model.double().eval()
+def make_model(kind: str = "llama", attention: str = "ring_dilated") -> Any:
+    # With larger differences between logits, rounding decides nothing.
+    fields = {"bos_token_id": None, "eos_token_id": None, "initializer_range": 0.5, **CONFIGS[kind]}
+    return build(kind, attention=attention, **fields).double().eval()
 
 
 def registered(ring: Ring, kind: str = "llama", pattern: Any = ((64,), (1,))) -> tuple[Any, Ring]:
@@ -58,40 +52,31 @@ def prompts(padded: bool = False) -> tuple[Tensor, Tensor | None]:
     return input_ids * mask, mask
 
 
-def expected(kind: str = "llama", options: str = "greedy", padded: bool = False) -> Tensor:
+def expected(kind: str = "llama", options: str = "greedy", padded: bool = False) -> Any:
     input_ids, mask = prompts(padded)
     mask = torch.ones_like(input_ids) if mask is None else mask
     model = make_model(kind, "sdpa")
     torch.manual_seed(3)
-    found: Tensor = model.generate(input_ids, attention_mask=mask, **arguments(options))
-    return found
+    return model.generate(input_ids, attention_mask=mask, **OPTIONS[options])
 
 
-def arguments(options: str) -> dict[str, Any]:
-    return {"max_new_tokens": NEW, **OPTIONS[options]}
-
-
-def generated(ring: Ring, kind: str, options: str, padded: bool) -> Tensor:
+def generated(ring: Ring, kind: str, options: str, padded: bool) -> Any:
     model, _ = registered(ring, kind)
     torch.manual_seed(3)
-    found: Tensor = generate(model, ring, *prompts(padded), **arguments(options))
-    return found
+    return generate(model, ring, *prompts(padded), **OPTIONS[options])
 
 
 QUICK = [("llama", "greedy", True), ("qwen3", "sampling", True)]
-LONG = pytest.mark.matrix(reason="other models and options run in the quick tests")
-CASES = [
-    case if case in QUICK else pytest.param(*case, marks=LONG)
-    for case in itertools.product(CONFIGS, OPTIONS, (False, True))
-]
+CASES = itertools.product(CONFIGS, OPTIONS, (False, True))
 
 
-@pytest.mark.parametrize(("kind", "options", "padded"), CASES)
-def test_rings_of_one_two_and_four(world: World, kind: str, options: str, padded: bool) -> None:
-    wanted = expected(kind, options, padded)
-    assert torch.equal(generated(Ring(), kind, options, padded), wanted)
+@pytest.mark.parametrize("case", matrix_but(*QUICK, of=CASES), ids=str)
+def test_rings_of_one_two_and_four(world: World, case: tuple[str, str, bool]) -> None:
+    """Cases are a model, options, and whether the second prompt has padding."""
+    wanted = expected(*case)
+    assert torch.equal(generated(Ring(), *case), wanted)
     for spec, layout in ((TWO, "contiguous"), (FOUR, "zigzag")):
-        for found in world.run(on_ring, generated, kind, options, padded, rings=spec, layout=layout):
+        for found in world.run(on_ring, generated, *case, rings=spec, layout=layout):
             assert torch.equal(found, wanted)
 
 
@@ -139,7 +124,7 @@ def test_a_configuration_without_cache() -> None:
     """A model that was trained often has use_cache=False."""
     model, ring = registered(Ring())
     model.generation_config.use_cache = False
-    assert torch.equal(generate(model, ring, prompts()[0], **arguments("greedy")), expected())
+    assert torch.equal(generate(model, ring, prompts()[0], **OPTIONS["greedy"]), expected())
 
 
 def test_after_training_with_dropout() -> None:
@@ -147,13 +132,13 @@ def test_after_training_with_dropout() -> None:
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
     model.train()(input_ids, use_cache=False)
-    assert torch.equal(generate(model.eval(), ring, input_ids, **arguments("greedy")), expected())
+    assert torch.equal(generate(model.eval(), ring, input_ids, **OPTIONS["greedy"]), expected())
 
 
 def test_models_that_are_refused() -> None:
     (model, ring), (input_ids, _) = registered(Ring()), prompts()
     with pytest.raises(ValueError, match="attn_implementation = 'sdpa': expected a registered one"):
-        generate(make_model(attn_implementation="sdpa"), ring, input_ids)
+        generate(make_model(attention="sdpa"), ring, input_ids)
     with pytest.raises(ValueError, match="a contiguous ring of 1: expected that of the registered attention"):
         generate(model, Ring(), input_ids)
     with pytest.raises(ValueError, match=r"input_ids is torch.int64 \[21\]: expected int64"):
@@ -164,8 +149,8 @@ def test_models_that_are_refused() -> None:
         generate(model.train(), ring, input_ids)
 
 
-def generate_differently(what: str) -> None:
-    (model, ring), (input_ids, _) = registered(native_ring()), prompts()
+def generate_differently(ring: Ring, what: str) -> None:
+    (model, _), (input_ids, _) = registered(ring), prompts()
     if what == "prompts":
         input_ids[0, 0] = 1 + ring.rank
     torch.manual_seed(ring.rank)
@@ -176,15 +161,14 @@ def generate_differently(what: str) -> None:
 BEAMS = {"max_new_tokens": 4, "num_beams": 3}
 
 
-def beams_here() -> Tensor:
+def beams(ring: Ring) -> Any:
     """Beams from a prompt of one token, of which rank 1 holds no row."""
-    found: Tensor = generate(*registered(native_ring()), torch.tensor([[5]]), **BEAMS)
-    return found
+    return generate(*registered(ring), torch.tensor([[5]]), **BEAMS)
 
 
 def test_beams_of_a_short_prompt(pair: World) -> None:
-    wanted = make_model(attn_implementation="sdpa").generate(torch.tensor([[5]]), **BEAMS)
-    for found in pair.run(beams_here):
+    wanted = make_model(attention="sdpa").generate(torch.tensor([[5]]), **BEAMS)
+    for found in pair.run(on_ring, beams):
         assert torch.equal(found, wanted)
 
 
@@ -198,5 +182,5 @@ def test_beams_of_a_short_prompt(pair: World) -> None:
 )
 def test_ranks_that_differ(pair: World, what: str, message: str) -> None:
     with pytest.raises(RanksFailedError, match=message) as raised:
-        pair.run(generate_differently, what)
+        pair.run(on_ring, generate_differently, what)
     assert [outcome.error_type for outcome in raised.value.outcomes] == ["RingMismatchError"] * 2

@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from ring_backends.testing.marks import matrix_but
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-pytest.importorskip("transformers")
-
-import transformers
 from native_ranks import assert_near, on_ring
-from tiny_models import Kind, TinyModel
-from transformers import masking_utils
-from transformers.masking_utils import and_masks, causal_mask_function, or_masks
+from small_models import VOCABULARY, build, transformers
+from tiny_models import models
+from torch import Tensor
 from transformers_checks import CALL_SECONDS, PRELOAD, Check, Verdict, find_configuration, further_check
 
 from ring_backends import Ring
 from ring_backends.adapters import native
 from ring_backends.integrations.transformers import describe, generate, register, shard_inputs, use_ring
 from ring_backends.integrations.transformers.layers import read_mask
+from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.world import World
 
 TOLERANCE = 1e-5
-CLASSES: dict[str, tuple[str, Kind]] = {
-    "GptOssForCausalLM": ("gpt_oss", "causal"),
-    "Gemma2ForCausalLM": ("gemma2", "causal"),
-    "Llama4ForCausalLM": ("llama4_text", "causal"),
-    "Gemma3ForCausalLM": ("gemma3_text", "causal"),
-    "MistralForCausalLM": ("mistral", "causal"),
-    "Qwen2ForCausalLM": ("qwen2", "causal"),
-    "Phi3ForCausalLM": ("phi3", "causal"),
-    "Cohere2ForCausalLM": ("cohere2", "causal"),
-    "DeepseekV3ForCausalLM": ("deepseek_v3", "causal"),
-    "ModernBertForMaskedLM": ("modernbert", "masked"),
-}
+MODELS = {model.name: model for model in (*models("causal"), *models("masked"))}
 QUICK = ("GptOssForCausalLM", "Gemma2ForCausalLM", "Llama4ForCausalLM")
+CLASSES = (
+    *QUICK,
+    *(f"{name}ForCausalLM" for name in ("Gemma3", "Mistral", "Qwen2", "Phi3", "Cohere2", "DeepseekV3")),
+    "ModernBertForMaskedLM",
+)
 CHECKS = {
     "padded": Check(seq_len=61, layout="zigzag"),
     "packed": Check(padding="packed"),
@@ -58,31 +44,22 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[World]:
 @pytest.mark.parametrize("name", matrix_but(*QUICK, of=CLASSES))
 def test_rings_of_two_and_three_equal_one_process(ranks: World, name: str) -> None:
     """Logits and gradients, padded and packed, and the logits of new tokens."""
-    model_type, kind = CLASSES[name]
-    (found,) = ranks.run(find_configuration, TinyModel(name, model_type, kind), ranks=[0])[:1]
+    (found,) = ranks.run(find_configuration, MODELS[name], ranks=[0])[:1]
     assert not isinstance(found, Verdict), found
     for way, check in CHECKS.items():
-        if way != "generate" or kind == "causal":
+        if way != "generate" or MODELS[name].kind == "causal":
             verdict = further_check(ranks, found[0], check, TOLERANCE)
             has_chunks = name == "Llama4ForCausalLM" and way == "generate"
             assert verdict.status == ("REFUSED" if has_chunks else "EQUAL"), (way, verdict)
 
 
 N, WINDOW = 45, 9
-SIZES = {
-    **{"vocab_size": 23, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0},
-}
+TOKENS = torch.randint(1, VOCABULARY, (2, N), generator=torch.Generator().manual_seed(1))
+CHUNKED = {"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 8, "head_dim": 8}
 
 
-def make_model(kind: str = "mistral", **options: Any) -> Any:
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **SIZES, **options)
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
-
-
-def tokens() -> Tensor:
-    return torch.randint(1, 23, (2, N), generator=torch.Generator().manual_seed(1))
+def make_model(kind: str = "mistral", **fields: Any) -> Any:
+    return build(kind, attention="eager", num_key_value_heads=2, **fields).double().eval()
 
 
 def described(ring: Ring) -> str:
@@ -107,12 +84,12 @@ def with_a_pattern(ring: Ring, segment: int) -> Tensor:
     model = make_model("gemma2", sliding_window=WINDOW, head_dim=8)
     use_ring(model, native.RingDilatedAttention([segment], [1], ring=ring))
     assert f"replaced by DilatedPattern(segment_lengths=({segment},)" in describe(model)
-    return ring.unshard(model(input_ids=tokens()).logits.detach(), seq_len=N)
+    return ring.unshard(model(input_ids=TOKENS).logits.detach(), seq_len=N)
 
 
 def test_a_pattern_takes_the_place_of_full_attention_alone(pair: World) -> None:
     model = make_model("gemma2", sliding_window=WINDOW, head_dim=8)
-    own = model(input_ids=tokens()).logits.detach()
+    own = model(input_ids=TOKENS).logits.detach()
     segmented = with_a_pattern(Ring(), 15)
     assert not torch.allclose(segmented, own)
     for segment, expected in ((N, own), (15, segmented)):
@@ -121,22 +98,21 @@ def test_a_pattern_takes_the_place_of_full_attention_alone(pair: World) -> None:
 
 
 def test_a_compiled_model_with_windows() -> None:
-    expected = make_model(sliding_window=WINDOW)(input_ids=tokens()).logits
+    expected = make_model(sliding_window=WINDOW)(input_ids=TOKENS).logits
     register(Ring())
     model = make_model(sliding_window=WINDOW)
     model.set_attn_implementation("ring_dilated")
     compiled: Any = torch.compile(model, backend="eager")
     for _ in range(2):
-        assert_near(compiled(**shard_inputs(Ring(), input_ids=tokens())).logits, expected)
+        assert_near(compiled(**shard_inputs(Ring(), input_ids=TOKENS)).logits, expected)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_chunks_begin_after_padding_on_the_left(sharded: bool) -> None:
     """Also in a direct call on a ring of one."""
-    options = {"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 8, "head_dim": 8}
     mask = (torch.arange(N) >= torch.tensor([[0], [5]])).long()
-    model = make_model("llama4_text", **options)
-    inputs = {"input_ids": tokens(), "attention_mask": mask}
+    model = make_model("llama4_text", **CHUNKED)
+    inputs = {"input_ids": TOKENS, "attention_mask": mask}
     expected = model(**inputs).logits
     register(Ring())
     model.set_attn_implementation("ring_dilated")
@@ -146,9 +122,8 @@ def test_chunks_begin_after_padding_on_the_left(sharded: bool) -> None:
 
 def generated_in_chunks(ring: Ring | None) -> Tensor:
     """The logits of new tokens of texts without padding; without a ring, those of transformers."""
-    options = {"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 8, "head_dim": 8}
-    model = make_model("llama4_text", **options)
-    arguments: dict[str, Any] = {"input_ids": tokens(), "attention_mask": torch.ones(2, N, dtype=torch.int64)}
+    model = make_model("llama4_text", **CHUNKED)
+    arguments: dict[str, Any] = {"input_ids": TOKENS, "attention_mask": torch.ones(2, N, dtype=torch.int64)}
     arguments |= {"max_new_tokens": 4, "eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
     if ring is None:
         return torch.stack(model.generate(**arguments).logits)
@@ -162,21 +137,22 @@ def test_chunks_in_generation(pair: World) -> None:
         assert_near(logits, expected)
 
 
-BLOCKS = torch.zeros(1, N, dtype=torch.int64)
+masks = transformers.masking_utils
+causal = masks.causal_mask_function
 
 
 @pytest.mark.parametrize(
     ("mask", "expected"),
     [
-        (causal_mask_function, (True, None, None)),
-        (masking_utils.bidirectional_mask_function, (False, None, None)),
-        (masking_utils.sliding_window_causal_mask_function(5), (True, 5, None)),
-        (masking_utils.sliding_window_bidirectional_mask_function(5), (False, 6, None)),
-        (masking_utils.chunked_causal_mask_function(5, torch.zeros(1)), (True, None, 5)),
-        (masking_utils.sliding_window_overlay(5), None),  # without a limit on later keys
-        (or_masks(causal_mask_function, lambda batch, head, q_idx, kv_idx: q_idx // 4 == kv_idx // 4), None),
-        (and_masks(causal_mask_function, lambda batch, head, q_idx, kv_idx: kv_idx % 2 == 0), None),
-        (masking_utils.packed_sequence_mask_function(BLOCKS), None),
+        (causal, (True, None, None)),
+        (masks.bidirectional_mask_function, (False, None, None)),
+        (masks.sliding_window_causal_mask_function(5), (True, 5, None)),
+        (masks.sliding_window_bidirectional_mask_function(5), (False, 6, None)),
+        (masks.chunked_causal_mask_function(5, torch.zeros(1)), (True, None, 5)),
+        (masks.sliding_window_overlay(5), None),  # without a limit on later keys
+        (masks.or_masks(causal, lambda batch, head, q_idx, kv_idx: q_idx // 4 == kv_idx // 4), None),
+        (masks.and_masks(causal, lambda batch, head, q_idx, kv_idx: kv_idx % 2 == 0), None),
+        (masks.packed_sequence_mask_function(torch.zeros(1, N, dtype=torch.int64)), None),
     ],
 )
 def test_masks(mask: Any, expected: tuple[bool, int | None, int | None] | None) -> None:

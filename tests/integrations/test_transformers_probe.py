@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from native_ranks import assert_near, assert_sums, on_ring
+from small_models import transformers
 from torch import Tensor
-
-from ring_backends.testing.marks import matrix_but
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-pytest.importorskip("transformers")
-
-import transformers
-from native_ranks import assert_near, assert_sums, native_ring
+from torch.nn import functional as F
 
 from ring_backends import Ring
 from ring_backends.adapters import native
 from ring_backends.errors import RingMismatchError
 from ring_backends.integrations.transformers import generate, register, remove_ring, shard_inputs, use_ring
 from ring_backends.integrations.transformers.whole_batches import put_on_ring
-from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.world import World
 
 N, VOCABULARY = 24, 40
@@ -52,6 +45,8 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "mllama_text_model": {"num_key_value_heads": 4, "cross_attention_layers": [1]},
     "deepseek_v3": {"first_k_dense_replace": 2, **_DEEPSEEK},
 }
+SCALES = dict.fromkeys(("OPTForCausalLM", "WhisperForCausalLM", "EsmForMaskedLM"), 1.0)
+"""The scale of the scores, where it is not that of the head dim."""
 
 
 def make(name: str = "LlamaForCausalLM", **options: Any) -> Any:
@@ -69,17 +64,17 @@ def make(name: str = "LlamaForCausalLM", **options: Any) -> Any:
     return model
 
 
-def attention(ring: Ring | None = None, **options: Any) -> Any:
-    return native.RingDilatedAttention([4 * N], [1], ring=ring, **options)
+def attention(ring: Ring | None = None, model: Any = None) -> Any:
+    return native.RingDilatedAttention([4 * N], [1], ring=ring, scale=SCALES.get(type(model).__name__))
 
 
 def on_a_ring(model: Any, ring: Ring | None = None, **options: Any) -> Any:
-    use_ring(model, attention(ring, **options))
+    use_ring(model, attention(ring, model), **options)
     return model
 
 
-def registered(ring: Ring, model: Any, **options: Any) -> Any:
-    register(attention(ring, **options))
+def registered(model: Any, ring: Ring, **options: Any) -> Any:
+    register(attention(ring, model), **options)
     model.set_attn_implementation("ring_dilated")
     return model
 
@@ -106,14 +101,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("name", "options", "message"), REFUSED, ids=lambda value: str(value)[:30])
 def test_models_that_are_refused(name: str, options: dict[str, Any], message: str) -> None:
     """By use_ring(), which leaves the model as it was."""
-    model = make(name, **options)
-    scale = 1.0 if name == "EsmForMaskedLM" else None
-    batch = {"input_ids": torch.arange(4, 4 + N)[None]}
-    before = model(**batch)[0]
+    model, tokens = make(name, **options), torch.arange(4, 4 + N)[None]
+    before = model(input_ids=tokens)[0]
     with pytest.raises(ValueError, match=message):
-        use_ring(model, attention(scale=scale))
+        on_a_ring(model)
     assert model.config._attn_implementation == "eager"
-    assert torch.equal(model(**batch)[0], before)
+    assert torch.equal(model(input_ids=tokens)[0], before)
 
 
 @pytest.mark.matrix(reason="makes models of many classes")
@@ -125,14 +118,12 @@ def test_parts_of_a_composite_are_refused() -> None:
     text |= {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
     text |= {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
     config = transformers.AutoConfig.for_model("qwen3_5", text_config=text)
-    model = transformers.Qwen3_5ForTokenClassification(config)
     with pytest.raises(ValueError, match="layer_types has linear_attention"):
-        use_ring(model, attention())
+        on_a_ring(transformers.Qwen3_5ForTokenClassification(config))
 
 
 def test_a_model_without_a_probe() -> None:
-    model = make("FNetForMaskedLM")
-    use_ring(model, attention(), probe=False)
+    model = on_a_ring(make("FNetForMaskedLM"), probe=False)
     assert model(torch.arange(4, 4 + N)[None]).logits.shape == (1, N, VOCABULARY)
 
 
@@ -149,6 +140,12 @@ class Mixing(transformers.LlamaForCausalLM):
             handle.remove()
 
 
+def mixing(mix: Any) -> Any:
+    model = make()
+    model.__class__, model.mix = Mixing, mix
+    return model
+
+
 def blocks_of(size: int) -> Any:
     """Add the mean of each block of rows, such as that of a strided convolution."""
 
@@ -160,6 +157,7 @@ def blocks_of(size: int) -> Any:
     return mix
 
 
+COLUMN = torch.linspace(0, 1, 99)[:, None]
 MIXTURES: dict[str, Any] = {
     "mean of the batch": lambda rows, positions: rows - rows.mean((0, 1)),
     "number of rows": lambda rows, positions: rows * rows.shape[1],
@@ -167,35 +165,27 @@ MIXTURES: dict[str, Any] = {
     **{f"blocks of {size}": blocks_of(size) for size in (2, 4, 8, 16)},
     "numbers of rows": lambda rows, positions: rows + torch.arange(rows.shape[1])[:, None] // 8192,
     "numbers as indices": lambda rows, positions: rows + torch.randn(99, 32)[torch.arange(rows.shape[1])],
-    "numbers of an embedding": lambda rows, positions: (
-        torch.nn.functional.embedding(torch.arange(rows.shape[1]), torch.linspace(0, 1, 99)[:, None]) + rows
-    ),
+    "numbers of an embedding": lambda rows, positions: rows + F.embedding(torch.arange(rows.shape[1]), COLUMN),
     "numbers and indices": lambda rows, positions: rows + rows[:, torch.arange(rows.shape[1]).flip(0)],
 }
-
-
-MORE = pytest.mark.matrix(reason="other models and dtypes run in the quick tests")
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
 @pytest.mark.parametrize("dtype", matrix_but(torch.float32, of=(torch.float32, torch.bfloat16)))
 def test_mixtures_of_rows(mixture: str, dtype: torch.dtype) -> None:
-    model = make().to(dtype)
-    model.__class__, model.mix = Mixing, MIXTURES[mixture]
     with pytest.raises(ValueError, match="model = Mixing: "):
-        use_ring(model, attention())
+        on_a_ring(mixing(MIXTURES[mixture]).to(dtype))
 
 
 @pytest.mark.parametrize("size", [32, 1])
 @pytest.mark.parametrize("value", [0.0, 1e-5])
 def test_mixtures_that_a_parameter_hides(value: float, size: int) -> None:
     """Until it is trained."""
-    model = make()
-    model.__class__ = Mixing
-    model.scale = scale = torch.nn.Parameter(torch.full((size,), value))
-    model.mix = lambda rows, positions: rows + scale * rows.roll(1, 1)
+    scale = torch.nn.Parameter(torch.full((size,), value))
+    model = mixing(lambda rows, positions: rows + scale * rows.roll(1, 1))
+    model.scale = scale
     with pytest.raises(ValueError, match="model = Mixing: "):
-        use_ring(model, attention())
+        on_a_ring(model)
     assert torch.equal(scale.detach(), torch.full((size,), value))
 
 
@@ -203,34 +193,32 @@ def test_mixtures_that_a_parameter_hides(value: float, size: int) -> None:
 def test_models_of_many_experts_are_accepted(dtype: torch.dtype) -> None:
     """Rounding must not send a row to another expert."""
     sizes = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 16, "num_hidden_layers": 4}
-    use_ring(make("Qwen3MoeForCausalLM", **sizes).to(dtype), attention())
+    on_a_ring(make("Qwen3MoeForCausalLM", **sizes).to(dtype))
 
 
 def test_a_probe_under_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        use_ring(make(), attention())
+        on_a_ring(make())
 
 
-def sharded_here(way: str) -> Ended:
-    """A call of a model that ``fully_shard`` has sharded before it comes on the ring."""
+def check_sharded_model(ring: Ring, way: str) -> None:
+    """``fully_shard`` has sharded the model before it comes on the ring."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    ring, model, batch = native_ring(), make(), batch_of("right")
+    model, batch = make(), batch_of("right")
     wanted = model(**batch).logits.detach()
     fully_shard(model, mesh=DeviceMesh("cpu", [*ring.ranks]))
     if way == "use_ring":
         logits = on_a_ring(model, ring)(**batch).logits
     else:
-        logits = registered(ring, model)(**shard_inputs(ring, **batch)).logits
-    whole = ring.unshard(logits.detach(), seq_len=N)
-    return ending(lambda: assert_near(whole[0], wanted[0], 1e-5))
+        logits = registered(model, ring)(**shard_inputs(ring, **batch)).logits
+    assert_near(ring.unshard(logits.detach(), seq_len=N)[0], wanted[0], 1e-5)
 
 
 @pytest.mark.parametrize("way", ["use_ring", "register"])
 def test_a_probe_of_sharded_parameters(pair: World, way: str) -> None:
-    for ended in pair.run(sharded_here, way):
-        assert ended.error == "no error", ended
+    pair.run(on_ring, check_sharded_model, way)
 
 
 def test_a_probe_leaves_nothing_behind() -> None:
@@ -239,19 +227,11 @@ def test_a_probe_leaves_nothing_behind() -> None:
     modes = [module.training for module in model.modules()]
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    use_ring(model, attention())
+    on_a_ring(model)
     assert torch.equal(torch.get_rng_state(), state)
     assert [module.training for module in model.modules()] == modes
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_hooks for module in model.modules() if module is not model)
-
-
-PADDED_LEFT = [
-    ("RobertaForMaskedLM", None),
-    ("OPTForCausalLM", 1.0),
-    ("LlamaForCausalLM", None),
-    ("DeepseekV3ForCausalLM", None),
-]
 
 
 def batch_of(padding: str) -> dict[str, Tensor]:
@@ -272,54 +252,46 @@ def logits_and_gradients(model: Any, batch: dict[str, Tensor], ring: Ring) -> tu
     return ring.unshard(logits.detach(), seq_len=N) * batch["attention_mask"].unsqueeze(-1), found
 
 
-def padded_left_here(name: str, scale: float | None, layout: Any) -> tuple[Tensor, list[Tensor]]:
-    ring = native_ring(layout)
-    return logits_and_gradients(on_a_ring(make(name), ring, scale=scale), batch_of("left"), ring)
-
-
-def probed_on_the_first_rank(layout: Any) -> str:
+def check_findings(ring: Ring) -> None:
     """As by loaders that give only the first rank parameters with values."""
-    ring = native_ring(layout)
-    model = make("OPTForCausalLM")
-    use_ring(model, attention(ring, scale=1.0), probe=ring.rank == 0)
-    with pytest.raises(RingMismatchError) as raised:
+    model = on_a_ring(make("OPTForCausalLM"), ring, probe=ring.rank == 0)
+    with pytest.raises(RingMismatchError, match=r"skips_padding \(as use_ring\(\) found them\)"):
         model(**batch_of("left"))
-    return str(raised.value)
 
 
 def test_findings_that_differ_between_the_ranks(pair: World) -> None:
-    for message in pair.run(probed_on_the_first_rank, "contiguous"):
-        assert "skips_padding (as use_ring() found them)" in message
+    pair.run(on_ring, check_findings)
+
+
+def check_skipped_layers(ring: Ring, way: str) -> None:
+    model = make("OPTForCausalLM", layerdrop=0.5).train()
+    batch: dict[str, Any] = batch_of("right")
+    if way == "use_ring":
+        on_a_ring(model, ring)
+    else:
+        registered(model, ring)
+        batch = shard_inputs(ring, **batch)
+    with pytest.raises(ValueError, match=r"^layerdrop = 0\.5: each rank of a ring would skip other layers"):
+        model(**batch)
+    model.eval()
+    model(**batch)
 
 
 @pytest.mark.parametrize("way", ["use_ring", "register"])
 def test_layers_that_are_skipped_at_random(pair: World, way: str) -> None:
-    for message in pair.run(skip_layers_here, way):
-        assert message.startswith("layerdrop = 0.5: each rank of a ring would skip other layers")
+    pair.run(on_ring, check_skipped_layers, way)
 
 
-def skip_layers_here(way: str) -> str:
-    ring = native_ring("contiguous")
-    model = make("OPTForCausalLM", layerdrop=0.5).train()
-    batch: dict[str, Any] = batch_of("right")
-    if way == "use_ring":
-        on_a_ring(model, ring, scale=1.0)
-    else:
-        registered(ring, model, scale=1.0)
-        batch = shard_inputs(ring, **batch)
-    with pytest.raises(ValueError, match="layerdrop") as raised:
-        model(**batch)
-    model.eval()
-    model(**batch)
-    return str(raised.value)
+def padded_on_the_left(ring: Ring, name: str) -> tuple[Tensor, list[Tensor]]:
+    return logits_and_gradients(on_a_ring(make(name), ring), batch_of("left"), ring)
 
 
-@pytest.mark.parametrize(("name", "scale"), PADDED_LEFT, ids=lambda value: str(value))
+@pytest.mark.parametrize("name", ["RobertaForMaskedLM", "OPTForCausalLM", "LlamaForCausalLM", "DeepseekV3ForCausalLM"])
 @pytest.mark.parametrize("layout", matrix_but("zigzag", of=("contiguous", "zigzag")))
-def test_padding_on_the_left(pair: World, name: str, scale: float | None, layout: str) -> None:
+def test_padding_on_the_left(pair: World, name: str, layout: str) -> None:
     """Also of models that count positions from the first token after the padding, or have values of another width."""
     wanted, gradients = logits_and_gradients(make(name), batch_of("left"), Ring())
-    by_rank = pair.run(padded_left_here, name, scale, layout)
+    by_rank = pair.run(on_ring, padded_on_the_left, name, layout=layout)
     for logits, _ in by_rank:
         assert_near(logits, wanted, 1e-5)
     assert_sums([grads for _, grads in by_rank], gradients, 1e-4)
@@ -351,9 +323,7 @@ def test_sequences_shorter_than_the_ring() -> None:
 
 
 def test_shards_of_another_layout() -> None:
-    model, ring = make(), Ring(2, 0, layout_kind="zigzag")
-    register(attention(), probe=False)
-    model.set_attn_implementation("ring_dilated")
+    model, ring = registered(make(), Ring(), probe=False), Ring(2, 0, layout_kind="zigzag")
     with pytest.raises(ValueError, match="rows of a zigzag layout, and the attention is on a contiguous ring"):
         model(**shard_inputs(ring, input_ids=batch_of("right")["input_ids"][:1], **MARKS["seq_idx"]))
 
@@ -365,34 +335,31 @@ def test_padding_between_tokens() -> None:
         model(**batch)
 
 
-LABELS_OF = [
-    ("WhisperForCausalLM", {}, 1.0, "right"),
-    ("LlamaForCausalLM", {}, None, "right"),
-    ("BertForMaskedLM", {}, None, "right"),
-    # A row of padding has the first token's label.
-    ("RobertaForCausalLM", {"is_decoder": True}, None, "left"),
-]
-
-
-def loss_of(model: Any, padding: str) -> Tensor:
+def loss_of(model: Any, padding: str = "right") -> Any:
     batch = batch_of(padding)
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    loss: Tensor = model(**batch, labels=labels).loss
-    return loss.detach()
+    return model(**batch, labels=labels).loss.detach()
 
 
-def loss_here(name: str, options: dict[str, Any], scale: float | None, padding: str) -> Tensor:
-    return loss_of(on_a_ring(make(name, **options), native_ring("zigzag"), scale=scale), padding)
+def loss_on(ring: Ring, name: str, padding: str, options: dict[str, Any]) -> Any:
+    return loss_of(on_a_ring(make(name, **options), ring), padding)
 
 
-@pytest.mark.parametrize("case", LABELS_OF, ids=lambda case: case[0])
-def test_losses_of_shifted_and_other_labels(pair: World, case: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "padding", "options"),
+    [
+        ("WhisperForCausalLM", "right", {}),
+        ("LlamaForCausalLM", "right", {}),
+        ("BertForMaskedLM", "right", {}),
+        ("RobertaForCausalLM", "left", {"is_decoder": True}),  # a row of padding has the first token's label
+    ],
+)
+def test_losses_of_shifted_and_other_labels(pair: World, name: str, padding: str, options: dict[str, Any]) -> None:
     """The class of a model does not tell whether it shifts its labels."""
-    name, options, _, padding = case
     model = make(name, **options)
     model.set_attn_implementation("sdpa")  # a row that sees no key is 0, as on a ring
     wanted = loss_of(model, padding)
-    for loss in pair.run(loss_here, *case):
+    for loss in pair.run(on_ring, loss_on, name, padding, options, layout="zigzag"):
         torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0)
 
 
@@ -406,9 +373,9 @@ def test_losses_of_another_kind_are_refused() -> None:
 
     model = make()
     model.__class__ = Weighted
-    use_ring(model, attention())
+    on_a_ring(model)
     with pytest.raises(ValueError, match="labels is given: Weighted has no loss, or not the mean cross entropy"):
-        loss_of(model, "right")
+        loss_of(model)
 
 
 def test_whether_a_loss_is_divided_by_the_number_of_items() -> None:
@@ -431,11 +398,14 @@ def test_whether_a_loss_is_divided_by_the_number_of_items() -> None:
     ],
 )
 def test_adapters_that_need_the_whole_sequence_or_loss(config: str, options: dict[str, Any], message: str) -> None:
-    peft = pytest.importorskip("peft")
-    adapter = getattr(peft, config)(target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
-    model = peft.get_peft_model(make(), adapter)
+    model = adapt(make(), config, task_type="CAUSAL_LM", **options)
     with pytest.raises(ValueError, match=message):
-        loss_of(on_a_ring(model), "right")
+        loss_of(on_a_ring(model))
+
+
+def adapt(model: Any, config: str = "LoraConfig", **options: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, getattr(peft, config)(target_modules=["q_proj"], **options))
 
 
 # --- register() and shard_inputs() ------------------------------------------------------------------------------------
@@ -459,92 +429,65 @@ def test_a_model_whose_attention_is_not_registered(implementation: str) -> None:
     model(**batch_of("right"))  # the arguments of a whole sequence
 
 
-def registered_here(name: str, probe: bool, is_compiled: bool = False) -> Ended:
-    ring, model = native_ring(), make(name)
-    register(attention(ring), probe=probe)
-    model.set_attn_implementation("ring_dilated")
-    called: Any = torch.compile(model, backend="eager") if is_compiled else model
-    return ending(lambda: called(**shard_inputs(ring, **batch_of("right"))))
+SKIP = r"(?s)BartForCausalLM: model\.decoder\.embed_positions.*register\(attention, probe=False\) skips this check"
+
+
+def check_registered_models(ring: Ring) -> None:
+    """They are probed in their first call, also if it is compiled or generates."""
+    inputs = shard_inputs(ring, **batch_of("right"))
+    bart, llama = (registered(make(f"{name}ForCausalLM"), ring) for name in ("Bart", "Llama"))
+    with pytest.raises(ValueError, match=SKIP):
+        bart(**inputs)
+    with pytest.raises(Exception, match=SKIP):
+        torch.compile(registered(make("BartForCausalLM"), ring), backend="eager")(**inputs)
+    with pytest.raises(ValueError, match=SKIP):
+        generate(registered(make("BartForCausalLM"), ring), ring, **batch_of("left"), max_new_tokens=2)
+    llama(**inputs)
+    generate(registered(make(), ring), ring, **batch_of("left"), max_new_tokens=2)
+    registered(make("BartForCausalLM"), ring, probe=False)(**inputs)
 
 
 def test_registered_models_are_probed(pair: World) -> None:
-    for is_compiled in (False, True):
-        for ended in pair.run(registered_here, "BartForCausalLM", True, is_compiled):
-            assert is_compiled or ended.is_a(ValueError), ended
-            assert "BartForCausalLM: model.decoder.embed_positions" in ended.message, ended
-            assert "register(attention, probe=False) skips this check" in ended.message, ended
-    for name, probe in (("BartForCausalLM", False), ("LlamaForCausalLM", True)):
-        for ended in pair.run(registered_here, name, probe):
-            assert ended.error == "no error", ended
+    pair.run(on_ring, check_registered_models)
 
 
-def generated_by_register_here(name: str) -> Ended:
-    ring = native_ring()
-    model = registered(ring, make(name))
-    return ending(lambda: generate(model, ring, **batch_of("left"), max_new_tokens=2))
-
-
-def test_registered_models_are_probed_before_they_generate(pair: World) -> None:
-    for ended in pair.run(generated_by_register_here, "BartForCausalLM"):
-        assert "BartForCausalLM: model.decoder.embed_positions" in ended.message, ended
-    for ended in pair.run(generated_by_register_here, "LlamaForCausalLM"):
-        assert ended.error == "no error", ended
-
-
-def padded_left_by_register_here() -> list[Ended]:
+def check_positions_of_opt(ring: Ring) -> None:
     """With the positions of a whole sequence, and with positions that begin after the padding."""
-    ring, batch = native_ring(), batch_of("left")
-    model = registered(ring, make("OPTForCausalLM"), scale=1.0)
+    batch, model = batch_of("left"), registered(make("OPTForCausalLM"), ring)
     positions = (batch["attention_mask"].cumsum(1) - 1).where(batch["attention_mask"] > 0, 1)
-    found = [ending(lambda: model(**shard_inputs(ring, **batch)))]
-    logits = model(**shard_inputs(ring, **batch, position_ids=positions)).logits
-    whole = ring.unshard(logits.detach(), seq_len=N)
-    wanted = make("OPTForCausalLM")(**batch).logits
-    found.append(ending(lambda: assert_near(whole[1, 15:], wanted[1, 15:], 1e-5)))
-    return found
-
-
-def test_registered_models_that_do_not_count_padding(pair: World) -> None:
-    for refused, counted in pair.run(padded_left_by_register_here):
-        assert "attention_mask has padding before tokens: OPTForCausalLM counts positions from" in refused.message
-        assert counted.error == "no error", counted
-
-
-def labels_by_register_here(name: str, scale: float | None) -> list[Ended]:
-    """Calls with labels of the next token, and with those of the rows themselves."""
-    ring, batch, found = native_ring(), batch_of("right"), []
-    model = registered(ring, make(name), scale=scale)
-    for is_next in (True, False):
-        inputs = shard_inputs(ring, **batch, labels=batch["input_ids"], next_token_labels=is_next)
-        found.append(ending(partial(model, **inputs)))
-    return found
-
-
-def test_registered_models_with_labels_of_another_kind(pair: World) -> None:
-    for shifted, own in pair.run(labels_by_register_here, "WhisperForCausalLM", 1.0):
-        assert "labels are shifted, and the loss of WhisperForCausalLM" in shifted.message
-        assert "next_token_labels=False" in shifted.message
-        assert own.error == "no error", own
-    for shifted, own in pair.run(labels_by_register_here, "LlamaForCausalLM", None):
-        assert shifted.error == "no error", shifted
-        assert "labels are not shifted, and the loss of LlamaForCausalLM" in own.message
-
-
-def test_a_ring_of_one_refuses_arguments_as_others_do() -> None:
-    ring, batch = Ring(), batch_of("left")
-    model = registered(ring, make("OPTForCausalLM"), scale=1.0)
-    with pytest.raises(ValueError, match="attention_mask has padding before tokens"):
+    with pytest.raises(ValueError, match="attention_mask has padding before tokens: OPTForCausalLM counts positions"):
         model(**shard_inputs(ring, **batch))
-    model, labels = registered(ring, make("WhisperForCausalLM"), scale=1.0), batch["input_ids"]
-    with pytest.raises(ValueError, match="labels are shifted"):
-        model(**shard_inputs(ring, **batch, labels=labels))
+    logits = model(**shard_inputs(ring, **batch, position_ids=positions)).logits
+    wanted = make("OPTForCausalLM")(**batch).logits
+    assert_near(ring.unshard(logits.detach(), seq_len=N)[1, 15:], wanted[1, 15:].detach(), 1e-5)
+
+
+def check_labels(ring: Ring) -> None:
+    """Labels of the next token, and those of the rows themselves."""
+    batch = batch_of("right")
+    batch["labels"] = batch["input_ids"]
+    shifted, own = (shard_inputs(ring, **batch, next_token_labels=is_next) for is_next in (True, False))
+    whisper, llama = (registered(make(f"{name}ForCausalLM"), ring) for name in ("Whisper", "Llama"))
+    refusal = r"(?s)labels are shifted, and the loss of WhisperForCausalLM.*next_token_labels=False"
+    with pytest.raises(ValueError, match=refusal):
+        whisper(**shifted)
+    with pytest.raises(ValueError, match="labels are not shifted, and the loss of LlamaForCausalLM"):
+        llama(**own)
+    llama(**shifted)
+    registered(whisper, ring)(**own)
+
+
+@pytest.mark.parametrize("check", [check_positions_of_opt, check_labels])
+def test_arguments_that_registered_models_refuse(pair: World, check: Any) -> None:
+    """A ring of one refuses the same."""
+    check(Ring())
+    pair.run(on_ring, check)
 
 
 def test_a_ring_of_one_runs_what_others_refuse() -> None:
-    batch, model = batch_of("right"), make()
-    model.__class__, model.mix = Mixing, MIXTURES["numbers and indices"]
+    batch, model = batch_of("right"), mixing(MIXTURES["numbers and indices"])
     wanted = model(**batch).logits
-    assert_near(registered(Ring(), model)(**shard_inputs(Ring(), **batch)).logits, wanted, 1e-5)
+    assert_near(registered(model, Ring())(**shard_inputs(Ring(), **batch)).logits, wanted, 1e-5)
 
 
 # --- calls that go around the hooks of use_ring() ---------------------------------------------------------------------
@@ -558,45 +501,39 @@ WAYS_AROUND: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-def around_here(way: str) -> Ended:
+def check_way_around(ring: Ring, way: str) -> None:
     name, go_around = WAYS_AROUND[way]
-    model = on_a_ring(make(name), native_ring())
-    return ending(lambda: go_around(model)(**batch_of("right")))
+    model = go_around(on_a_ring(make(name), ring))
+    with pytest.raises(ValueError, match=r"use_ring\(\) cuts the batch in a call of the model that it was given"):
+        model(**batch_of("right"))
 
 
 @pytest.mark.parametrize("way", WAYS_AROUND)
 def test_calls_around_the_hooks(pair: World, way: str) -> None:
-    for ended in pair.run(around_here, way):
-        ended.check(ValueError, "use_ring() cuts the batch in a call of the model that it was given")
+    pair.run(on_ring, check_way_around, way)
 
 
-def adapted_here() -> list[Ended]:
-    import peft
-
-    ring, batch = native_ring(), batch_of("right")
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    model = on_a_ring(peft.get_peft_model(make(), lora), ring)
-    found = [ending(lambda: model(**batch)), ending(lambda: model.base_model(**batch))]
+def check_peft(ring: Ring) -> None:
+    model, batch = on_a_ring(adapt(make(), init_lora_weights=False), ring), batch_of("right")
+    model(**batch)
+    refusal = r"merge_and_unload\(\) or a copy of the configuration, call use_ring\(\)"
+    with pytest.raises(ValueError, match=refusal):
+        model.base_model(**batch)
     merged = model.merge_and_unload()
-    found.append(ending(lambda: merged(**batch)))
-    return [*found, ending(lambda: on_a_ring(merged, ring)(**batch))]
+    with pytest.raises(ValueError, match=refusal):
+        merged(**batch)
+    on_a_ring(merged, ring)(**batch)
 
 
 def test_calls_around_the_hooks_of_peft(pair: World) -> None:
     pytest.importorskip("peft")
-    for whole, base, merged, again in pair.run(adapted_here):
-        assert whole.error == again.error == "no error", (whole, again)
-        for ended in (base, merged):
-            assert "merge_and_unload() or a copy of the configuration, call use_ring()" in ended.message, ended
+    pair.run(on_ring, check_peft)
 
 
-def adapted_later_here(ring: Ring | None = None) -> dict[str, Tensor]:
+def adapted_later(ring: Ring | None) -> dict[str, Tensor]:
     """The logits of all rows, the loss, and this rank's gradients of adapters that a model gets on a ring, or alone."""
-    import peft
-
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj"])
     model, batch = make(), batch_of("right")
-    model = peft.get_peft_model(model if ring is None else on_a_ring(model, ring), lora)
+    model = adapt(model if ring is None else on_a_ring(model, ring))
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -608,13 +545,8 @@ def adapted_later_here(ring: Ring | None = None) -> dict[str, Tensor]:
     return {"logits": logits.detach(), "loss": found.loss.detach(), **gradients}
 
 
-def adapted_on_a_ring() -> dict[str, Tensor]:
-    return adapted_later_here(native_ring())
-
-
 def test_adapters_on_a_model_on_a_ring(pair: World) -> None:
-    pytest.importorskip("peft")
-    wanted, by_rank = adapted_later_here(), pair.run(adapted_on_a_ring)
+    wanted, by_rank = adapted_later(None), pair.run(on_ring, adapted_later)
     is_token = batch_of("right")["attention_mask"].bool()
     for found in by_rank:
         assert_near(found.pop("logits")[is_token], wanted["logits"][is_token], 1e-5)
@@ -624,48 +556,44 @@ def test_adapters_on_a_model_on_a_ring(pair: World) -> None:
         assert_near(sum(found[name] for found in by_rank) / len(by_rank), wanted[name], 1e-5)
 
 
-def removed_here() -> list[Ended]:
-    import peft
-
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    ring, batch, plain, model = native_ring(), batch_of("right"), make(), make()
-    wanted = plain(**batch).logits
+def check_removal(ring: Ring) -> None:
+    batch, model = batch_of("right"), make()
+    wanted = model(**batch).logits
     remove_ring(on_a_ring(model, ring))
-    found = [ending(lambda: assert_near(model(**batch).logits, wanted, 1e-9))]  # alone
-    adapted = peft.get_peft_model(on_a_ring(model, ring), lora)
-    found.append(ending(lambda: use_ring(adapted, attention(ring))))
+    assert_near(model(**batch).logits, wanted, 1e-9)
+    adapted = adapt(on_a_ring(model, ring), task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match=r"is on a ring already; call .*remove_ring\(model\) first"):
+        on_a_ring(adapted, ring)
     remove_ring(adapted)
-    found.append(ending(lambda: remove_ring(adapted)))
+    with pytest.raises(ValueError, match="is not on a ring"):
+        remove_ring(adapted)
     on_a_ring(adapted, ring)
     places = batch["input_ids"], batch["attention_mask"], None, batch["input_ids"]  # labels are the fourth of PEFT
-    got = adapted(*places)
-    found.append(ending(lambda: assert_near(ring.unshard(got.logits, seq_len=N), wanted, 1e-5)))
-    assert got.loss is not None
+    found = adapted(*places)
+    assert_near(ring.unshard(found.logits, seq_len=N), wanted, 1e-5)
+    assert found.loss is not None
     classifier = make("LlamaForSequenceClassification", pad_token_id=1)
-    wanted_classes = classifier(**batch).logits
+    wanted = classifier(**batch).logits
     remove_ring(on_a_ring(classifier, ring))
-    found.append(ending(lambda: assert_near(classifier(**batch).logits, wanted_classes, 1e-9)))
-    return found
+    assert_near(classifier(**batch).logits, wanted, 1e-9)
 
 
 def test_models_that_are_taken_off_a_ring(pair: World) -> None:
     pytest.importorskip("peft")
-    for alone, twice, not_there, again, classifier in pair.run(removed_here):
-        twice.check(ValueError, "is on a ring already; call", "remove_ring(model) first")
-        not_there.check(ValueError, "is not on a ring")
-        assert alone.error == again.error == classifier.error == "no error", (alone, again, classifier)
+    pair.run(on_ring, check_removal)
 
 
-def other_weights_here() -> Ended:
-    ring, model = native_ring(), make()
+def check_other_weights(ring: Ring) -> None:
+    model = make()
     with torch.no_grad():
         model.lm_head.weight[0, 0] += ring.rank
-    return ending(lambda: on_a_ring(model, ring))
+    message = r"(?s)load the same checkpoint on every rank.*the ranks differ in lm_head\.weight"
+    with pytest.raises(RingMismatchError, match=message):
+        on_a_ring(model, ring)
 
 
 def test_ranks_with_different_weights(pair: World) -> None:
-    for ended in pair.run(other_weights_here):
-        ended.check(RingMismatchError, "load the same checkpoint on every rank", "the ranks differ in lm_head.weight")
+    pair.run(on_ring, check_other_weights)
 
 
 ROUTER = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -771,31 +699,31 @@ def test_marks_that_contradict(marks: dict[str, Any], message: str) -> None:
 
 # --- generation -------------------------------------------------------------------------------------------------------
 
-GENERATING = [
-    ("LlamaForCausalLM", {}),
-    ("Llama4ForCausalLM", {}),  # its base_model is the model itself
-    ("DiffLlamaForCausalLM", {}),  # two attentions in a layer
-    ("HrmTextForCausalLM", {}),  # layers that run several times
-    ("MllamaForCausalLM", {}),  # layers that do not run
-    ("OPTForCausalLM", {"scale": 1.0}),
-]
 
-
-def generated_here(name: str, options: dict[str, Any]) -> Tensor:
-    ring = native_ring()
-    model = on_a_ring(make(name), ring, **options)
+def generated(ring: Ring, name: str) -> Any:
+    model = on_a_ring(make(name), ring)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        tokens: Tensor = generate(model, ring, **batch_of("left"), max_new_tokens=6, do_sample=False)
+        tokens = generate(model, ring, **batch_of("left"), max_new_tokens=6, do_sample=False)
     assert not [warning for warning in found if "past_key_values" in str(warning.message)], found
     return tokens
 
 
-@MORE
-@pytest.mark.parametrize(("name", "options"), GENERATING, ids=lambda value: str(value))
-def test_generation(pair: World, name: str, options: dict[str, Any]) -> None:
+@pytest.mark.matrix(reason="other models and dtypes run in the quick tests")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LlamaForCausalLM",
+        "Llama4ForCausalLM",  # its base_model is the model itself
+        "DiffLlamaForCausalLM",  # two attentions in a layer
+        "HrmTextForCausalLM",  # layers that run several times
+        "MllamaForCausalLM",  # layers that do not run
+        "OPTForCausalLM",
+    ],
+)
+def test_generation(pair: World, name: str) -> None:
     wanted = make(name).generate(**batch_of("left"), max_new_tokens=6, do_sample=False)
-    for found in pair.run(generated_here, name, options):
+    for found in pair.run(on_ring, generated, name):
         assert torch.equal(found, wanted)
 
 

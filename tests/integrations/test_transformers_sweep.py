@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-
-pytest.importorskip("transformers")
-
-import transformers
 from command_line import ROOT
+from native_ranks import world_of
+from small_models import transformers
 from tiny_models import Kind, TinyModel, models
-from transformers_checks import FIRST, alone, compare, make_batch, on_ring
-from transformers_sweep import COMMAND, counts, make_ranks, section, sections_of, sweep_models, table
+from transformers_checks import CALL_SECONDS, FIRST, PRELOAD, alone, compare, make_batch, on_ring
+from transformers_sweep import COMMAND, counts, section, sections_of, sweep_models, table
 
 from ring_backends.testing.world import World
 
@@ -31,16 +28,10 @@ The page says of each class whether it is equal. Models without a head need imag
 """
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[World]:
-    with make_ranks() as ranks:
-        yield ranks
+two = world_of(2, *PRELOAD, call_timeout=CALL_SECONDS)
 
 
-IN_MATRIX = pytest.mark.matrix(reason="runs over two hundred model classes")
-
-
-@IN_MATRIX
+@pytest.mark.matrix(reason="runs over two hundred model classes")
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("kind", "part"), [(kind, part) for kind, number in PARTS.items() for part in range(number)])
 def test_classes(two: World, kind: Kind, part: int, soak: int) -> None:

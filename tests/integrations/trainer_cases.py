@@ -5,24 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal, get_args
-
-from model_sizes import SIZES, VOCABULARY
-
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
+from small_models import VOCABULARY, build, transformers
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+pytest.importorskip("accelerate")
+
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
-from torch import Tensor
-from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
 
 from ring_backends.integrations.accelerate import attach as attach_accelerator
 from ring_backends.integrations.trainer import attach
@@ -67,48 +66,36 @@ def make_model(kind: Kind, lora: bool = False, task: Task = "tokens", **fields: 
     """A model. The test is skipped if PEFT is missing, or if this release of transformers cannot run the model."""
     if kind == "modernbert" and not transformers.ModernBertForMaskedLM._can_set_attn_implementation():
         pytest.skip("this release's ModernBERT has an attention of its own")
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **{**SIZES, **OWN_SIZES[kind], **fields})
-    config.use_cache = False  # with a cache, transformers ignores position_ids that restart
-    make: Any = transformers.AutoModelForCausalLM if kind in get_args(CausalKind) else transformers.AutoModelForMaskedLM
-    if task != "tokens":
-        make = transformers.AutoModelForSequenceClassification if task == "sequence" else transformers.AutoModel
-    model = make.from_config(config, attn_implementation="eager" if kind in ("gemma2", "gpt_oss") else "sdpa")
+    head = "ForCausalLM" if kind in get_args(CausalKind) else "ForMaskedLM"
+    head = {"tokens": head, "sequence": "ForSequenceClassification", "embedding": ""}[task]
+    attention = "eager" if kind in ("gemma2", "gpt_oss") else "sdpa"
+    # With a cache, transformers ignores position_ids that restart.
+    model = build(kind, head, attention, **{**OWN_SIZES[kind], "use_cache": False, **fields})
     if lora:
         peft = pytest.importorskip("peft")
-        task_type = "SEQ_CLS" if task == "sequence" else None
-        modules = ["q_proj", "v_proj"]
-        adapter = peft.LoraConfig(r=4, target_modules=modules, init_lora_weights=False, task_type=task_type)
-        model = peft.get_peft_model(model, adapter)
+        options = {"init_lora_weights": False, "task_type": "SEQ_CLS" if task == "sequence" else None}
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **options))
     return model
 
 
-@dataclass(frozen=True)
-class Documents(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Documents of different lengths, padded to N tokens or not."""
+def document(index: int, padded: bool = True, every_label: bool = True, task: Task = "tokens") -> dict[str, Any]:
+    """A document of some length, padded to N tokens or not."""
+    generator = torch.Generator().manual_seed(index)
+    length = int(torch.randint(9, N + 1, (), generator=generator))
+    tokens = torch.randint(3, VOCABULARY, (length,), generator=generator)
+    labels = tokens if every_label else tokens.masked_fill(torch.rand(length, generator=generator) < 0.7, IGNORED)
+    if not padded:
+        return {"input_ids": tokens.tolist(), "labels": labels.tolist()}
+    missing = (0, N - length)
+    return {
+        "input_ids": F.pad(tokens, missing),
+        "attention_mask": F.pad(torch.ones_like(tokens), missing),
+        "labels": F.pad(labels, missing, value=IGNORED) if task == "tokens" else torch.tensor(index % 3),
+    }
 
-    number: int = 24
-    padded: bool = True
-    every_label: bool = True
-    task: Task = "tokens"
 
-    def __len__(self) -> int:
-        return self.number
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        generator = torch.Generator().manual_seed(index)
-        length = int(torch.randint(9, N + 1, (), generator=generator))
-        tokens = torch.randint(3, VOCABULARY, (length,), generator=generator)
-        labels = tokens if self.every_label else tokens.masked_fill(torch.rand(length, generator=generator) < 0.7, -100)
-        if not self.padded:
-            return {"input_ids": tokens.tolist(), "labels": labels.tolist()}
-        missing = (0, N - length)
-        padded_labels = torch.nn.functional.pad(labels, missing, value=IGNORED)
-        return {
-            "input_ids": torch.nn.functional.pad(tokens, missing),
-            "attention_mask": torch.nn.functional.pad(torch.ones_like(tokens), missing),
-            "labels": padded_labels if self.task == "tokens" else torch.tensor(index % 3),
-        }
+def documents(number: int, **options: Any) -> list[dict[str, Any]]:
+    return [document(index, **options) for index in range(number)]
 
 
 @dataclass(frozen=True)
@@ -180,8 +167,7 @@ def reset_accelerate() -> None:
 def loss_of_next_tokens(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     """A user's ``compute_loss_func``, over whole logits."""
     logits = outputs.logits[:, :-1].flatten(0, 1)
-    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum", ignore_index=IGNORED)
-    return loss / num_items_in_batch
+    return F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
 
 
 def loss_of_embeddings(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -191,33 +177,27 @@ def loss_of_embeddings(outputs: Any, labels: Tensor, num_items_in_batch: Any = N
 
 
 def loss_of_classes(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    return torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
+    return F.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
 
 
 LOSSES = {"tokens": loss_of_next_tokens, "embedding": loss_of_embeddings, "sequence": loss_of_classes}
 
 
-def make_trainer(case: Case, rings: int, folder: str, **arguments: Any) -> Any:
+UNUSED = tempfile.gettempdir()
+"""The folder of trainers that save nothing."""
+
+
+def make_trainer(case: Case, rings: int, **arguments: Any) -> Any:
     """A Trainer whose steps have 4 documents, over ``rings`` rings."""
     reset_accelerate()
     # Made before DeepSpeed would partition it, which draws other weights.
     model = make_model(case.kind, case.lora, case.task, **case.fields)
     collator = transformers.DataCollatorWithFlattening() if case.packed else None
-    data = Documents(padded=not case.packed, every_label=case.kind in get_args(CausalKind), task=case.task)
+    data = {"padded": not case.packed, "every_label": case.kind in get_args(CausalKind), "task": case.task}
     options = {
-        "use_cpu": True,
-        "per_device_train_batch_size": 4 // rings,
-        "per_device_eval_batch_size": 4 // rings,
-        "max_steps": STEPS,
-        "learning_rate": 0.1,
-        "optim": "sgd",
-        "lr_scheduler_type": "linear",
-        "max_grad_norm": 0.5,
-        "logging_steps": 1,
-        "logging_strategy": "steps",
-        "report_to": [],
-        "disable_tqdm": True,
-        "save_strategy": "no",
+        **{"use_cpu": True, "max_steps": STEPS, "learning_rate": 0.1, "optim": "sgd", "lr_scheduler_type": "linear"},
+        **{"per_device_train_batch_size": 4 // rings, "per_device_eval_batch_size": 4 // rings, "max_grad_norm": 0.5},
+        **{"logging_steps": 1, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "output_dir": UNUSED},
     }
     if "deepspeed" in arguments:
         # Without GPUs and with DeepSpeed, Accelerate would take every process for the only one.
@@ -226,15 +206,15 @@ def make_trainer(case: Case, rings: int, folder: str, **arguments: Any) -> Any:
     if case.arguments is OFFLOAD:
         # A machine without GPUs has no pinned memory.
         vars(transformers.modeling_utils)["save_on_cpu"] = lambda **_: torch.autograd.graph.save_on_cpu()
-    args = TrainingArguments(output_dir=folder, **{**options, **case.arguments, **arguments})
+    args = transformers.TrainingArguments(**{**options, **case.arguments, **arguments})
     if "fsdp" in arguments:
         # Accelerate refuses to shard on processes without GPUs. FSDP2 itself does not.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    trainer = Trainer(
+    trainer = transformers.Trainer(
         model=model,
         args=args,
-        train_dataset=data,
-        eval_dataset=replace(data, number=10 if case.task == "tokens" else 8),
+        train_dataset=documents(24, **data),
+        eval_dataset=documents(10 if case.task == "tokens" else 8, **data),
         data_collator=collator,
         compute_loss_func=LOSSES[case.task] if case.loss_func else None,
     )
@@ -242,9 +222,9 @@ def make_trainer(case: Case, rings: int, folder: str, **arguments: Any) -> Any:
     return trainer
 
 
-def make_attached(case: Case, ring_size: int | None, folder: str, layout: Any = "contiguous", **arguments: Any) -> Any:
+def make_attached(case: Case, ring_size: int | None, layout: Any = "contiguous", **arguments: Any) -> Any:
     """A Trainer on rings of this size. The axes of Accelerate, if there are any, have their own ring size."""
-    trainer = make_trainer(case, num_rings(ring_size), folder, **arguments)
+    trainer = make_trainer(case, num_rings(ring_size), **arguments)
     if ring_size is not None:
         has_axes = "parallelism_config" in arguments
         attach(trainer, ring_size=None if has_axes else ring_size, layout=layout)
@@ -260,11 +240,11 @@ def results_of(trainer: Any, case: Case) -> dict[str, Any]:
     # Trainer joins the logits of batches by padding, and packed batches differ in length.
     trainer.args.prediction_loss_only = case.packed
     if case.task == "sequence":
-        results["predictions"] = torch.from_numpy(trainer.predict(Documents(8, task=case.task)).predictions)
+        results["predictions"] = torch.from_numpy(trainer.predict(documents(8, task=case.task)).predictions)
     elif case.task == "tokens" and not case.packed:
-        found = trainer.predict(Documents(5)).predictions
+        found = trainer.predict(documents(5)).predictions
         logits = next(x for x in found if x.ndim == 3) if isinstance(found, tuple) else found  # beside router's logits
-        is_real = torch.stack([Documents(5)[index]["attention_mask"] for index in range(5)])
+        is_real = torch.stack([found["attention_mask"] for found in documents(5)])
         results["predictions"] = torch.from_numpy(logits) * is_real.unsqueeze(-1)
     results["evaluation loss"] = torch.tensor(trainer.evaluate()["eval_loss"], dtype=torch.float64)
     parameters = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
@@ -293,21 +273,19 @@ def assert_equal(by_rank: list[dict[str, Any]], expected: dict[str, Any]) -> Non
 
 def run(name: str, ring_size: int | None, layout: Any = "contiguous", strategy: str = "ddp") -> dict[str, Any]:
     """Train, predict and evaluate."""
-    with tempfile.TemporaryDirectory() as folder:
-        case = {**CASES, **OTHERS}[name]
-        trainer = make_attached(case, ring_size, folder, layout, **arguments_of(strategy, ring_size))
-        with torch.autograd.graph.save_on_cpu() if case.saved_on_cpu else contextlib.nullcontext():
-            trainer.train()
-        return results_of(trainer, case)
+    case = {**CASES, **OTHERS}[name]
+    trainer = make_attached(case, ring_size, layout, **arguments_of(strategy, ring_size))
+    with torch.autograd.graph.save_on_cpu() if case.saved_on_cpu else contextlib.nullcontext():
+        trainer.train()
+    return results_of(trainer, case)
 
 
 def arguments_of(strategy: str, ring_size: int | None) -> dict[str, Any]:
     if strategy.startswith("zero"):
         zero = {"stage": int(strategy[-1]), "stage3_param_persistence_threshold": 0}
-        config: dict[str, Any] = {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
-        for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"):
-            config[name] = "auto"
-        return {"use_cpu": False, "deepspeed": {**config, "gradient_accumulation_steps": "auto"}}
+        automatic = "train_batch_size train_micro_batch_size_per_gpu gradient_clipping gradient_accumulation_steps"
+        config = {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
+        return {"use_cpu": False, "deepspeed": config | dict.fromkeys(automatic.split(), "auto")}
     if strategy not in ("fsdp2", "cp"):
         return {}
     arguments: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
@@ -322,18 +300,16 @@ def resume(folder: str, ring_size: int | None) -> list[dict[str, Any]]:
     case = CASES["accumulation"]
     results = []
     for checkpoint in (None, f"{folder}/checkpoint-5"):
-        trainer = make_attached(case, ring_size, folder, save_strategy="steps", save_steps=5)
+        trainer = make_attached(case, ring_size, output_dir=folder, save_strategy="steps", save_steps=5)
         trainer.train(resume_from_checkpoint=checkpoint)
         results.append(results_of(trainer, case))
     return results
 
 
-def bf16_losses(ring_size: int | None) -> Tensor:
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = make_attached(CASES["llama"], ring_size, folder, bf16=True)
-        trainer.train()
-        losses: Tensor = results_of(trainer, CASES["llama"])["loss"]
-        return losses
+def bf16_losses(ring_size: int | None) -> Any:
+    trainer = make_attached(CASES["llama"], ring_size, bf16=True)
+    trainer.train()
+    return results_of(trainer, CASES["llama"])["loss"]
 
 
 def run_accelerate(name: str, ring_size: int | None, layout: Any = "contiguous") -> dict[str, Any]:
@@ -346,7 +322,7 @@ def run_accelerate(name: str, ring_size: int | None, layout: Any = "contiguous")
     if ring_size is not None:
         attach_accelerator(accelerator, model, ring_size=ring_size, layout=layout)
     collator = transformers.DataCollatorWithFlattening() if case.packed else None
-    data = DataLoader(Documents(40, padded=not case.packed), batch_size=4 // rings, collate_fn=collator)
+    data = DataLoader(documents(40, padded=not case.packed), batch_size=4 // rings, collate_fn=collator)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, data = accelerator.prepare(model, optimizer, data)
     losses = []
@@ -379,59 +355,43 @@ def run_accelerate(name: str, ring_size: int | None, layout: Any = "contiguous")
 
 def evaluation_of_embeddings(ring_size: int) -> float:
     """The evaluation loss of 3 sequences, the last of which fills up the batch of the second ring."""
-    case = CASES["embedding"]
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = make_attached(case, ring_size, folder)
-        return float(trainer.evaluate(Documents(3, task=case.task))["eval_loss"])
+    trainer = make_attached(CASES["embedding"], ring_size)
+    return float(trainer.evaluate(documents(3, task="embedding"))["eval_loss"])
 
 
 def unlabelled(ring_size: int) -> str:
     """The error of a classifier without labels."""
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = make_attached(CASES["classifier"], ring_size, folder)
-        inputs = {name: value[None] for name, value in Documents(1)[0].items() if name != "labels"}
-        with pytest.raises(ValueError) as raised:  # noqa: PT011 - the test compares the message
-            trainer.compute_loss(trainer.model, inputs)
-        return str(raised.value)
+    trainer = make_attached(CASES["classifier"], ring_size)
+    inputs = {name: value[None] for name, value in document(0).items() if name != "labels"}
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 - the test compares the message
+        trainer.compute_loss(trainer.model, inputs)
+    return str(raised.value)
 
 
 def evaluations(ring_size: int | None, average: bool, loss_func: bool) -> list[float]:
     """Evaluation losses of data sets whose last batches are not full."""
-    case = Case(loss_func=loss_func)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = make_attached(case, ring_size, folder, average_tokens_across_devices=average)
-        return [trainer.evaluate(Documents(number))["eval_loss"] for number in (10, 5, 3, 1)]
+    trainer = make_attached(Case(loss_func=loss_func), ring_size, average_tokens_across_devices=average)
+    return [trainer.evaluate(documents(number))["eval_loss"] for number in (10, 5, 3, 1)]
 
 
 def evaluation_of_other_weights(ring_size: int | None) -> float:
     """The evaluation loss, before training, of a model that has other weights on each rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(Case(), num_rings(ring_size), folder)
-        if ring_size is not None:
-            with torch.no_grad():
-                trainer.model.lm_head.weight += dist.get_rank()
-            attach(trainer, ring_size=ring_size)
-        return float(trainer.evaluate()["eval_loss"])
+    trainer = make_trainer(Case(), num_rings(ring_size))
+    if ring_size is not None:
+        with torch.no_grad():
+            trainer.model.lm_head.weight += dist.get_rank()
+        attach(trainer, ring_size=ring_size)
+    return float(trainer.evaluate()["eval_loss"])
 
 
-class PackedRows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Rows that hold three documents each."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __len__(self) -> int:
-        return self.number
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = torch.randint(3, VOCABULARY, (N,), generator=torch.Generator().manual_seed(index))
-        positions = torch.cat([torch.arange(length) for length in (9, 11, N - 20)])
-        return {"input_ids": tokens, "position_ids": positions, "labels": tokens}
+def packed_row(index: int) -> dict[str, Tensor]:
+    """A row that holds three documents."""
+    tokens = torch.randint(3, VOCABULARY, (N,), generator=torch.Generator().manual_seed(index))
+    positions = torch.cat([torch.arange(length) for length in (9, 11, N - 20)])
+    return {"input_ids": tokens, "position_ids": positions, "labels": tokens}
 
 
 def evaluation_of_packed_rows(ring_size: int | None) -> tuple[float, int]:
     """The evaluation loss, and the number of labels, of a data set whose last batch is not full."""
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = make_attached(Case(), ring_size, folder)
-        results = trainer.predict(PackedRows(5))
-        return results.metrics["test_loss"], int((results.label_ids != IGNORED).sum())
+    results = make_attached(Case(), ring_size).predict([packed_row(index) for index in range(5)])
+    return results.metrics["test_loss"], int((results.label_ids != IGNORED).sum())

@@ -174,7 +174,7 @@ def sweep(names: Sequence[str], workers: int) -> list[Row]:
 
     def work(part: int) -> list[Row]:
         rows: list[Row] = []
-        with make_ranks() as ranks:
+        with World(2, call_timeout=CALL_SECONDS, preload=PRELOAD) as ranks:
             for model in chosen[part::workers]:
                 begin = time.monotonic()
                 found = sweep_models(ranks, [model])
@@ -185,10 +185,6 @@ def sweep(names: Sequence[str], workers: int) -> list[Row]:
 
     with ThreadPoolExecutor(workers) as pool:
         return [row for rows in pool.map(work, range(workers)) for row in rows]
-
-
-def make_ranks() -> World:
-    return World(2, call_timeout=CALL_SECONDS, preload=PRELOAD)
 
 
 def main() -> int:
