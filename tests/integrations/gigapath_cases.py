@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
@@ -28,9 +28,7 @@ from ring_backends.testing.rings import TWO_OF_TWO, RingSpec
 IN_CHANS, BATCH, GRID = 24, 2, 20
 
 
-def make_model(
-    *, real: bool = False, dtype: torch.dtype = torch.float64, attention_dropout: float = 0.0, **options: Any
-) -> Any:
+def make_model(*, real: bool = False, dtype: Any = torch.float64, attention_dropout: float = 0, **options: Any) -> Any:
     """A slide encoder with short segments. All its parameters are random, and attention is far from uniform."""
     base = import_module("gigapath.slide_encoder" if real else "gigapath_reference").LongNetViT
 
@@ -96,9 +94,7 @@ def own_code(model: Any, exact: bool = True) -> Iterator[None]:
         yield
 
 
-def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, dropout: float, bias: None, scale: None, is_causal: bool
-) -> tuple[Tensor, Tensor]:
+def plain_attention(q, k, v, dropout, bias, scale, is_causal) -> tuple[Tensor, Tensor]:
     """As flash_attn_func, with its LSE: [batch, seq, heads, head_dim] and [batch, heads, seq]."""
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
     if is_causal:
@@ -138,15 +134,14 @@ def make_batch(numbers: Sequence[int], dtype: torch.dtype = torch.float64) -> tu
     return x, coords, padding_mask
 
 
-def embed_batch(model: Any, numbers: Sequence[int], all_layer_embed: bool = True, alone: bool = False) -> Any:
+def embed_batch(model: Any, numbers: Sequence[int], all_layer_embed: bool = True) -> Any:
     """Embeddings of slides and of tiles, and gradients as :func:`embed`, of a batch of :func:`make_batch`.
 
-    Args:
-        alone: whether to compute each slide by itself, without padding, by the model's own code.
+    A model without a ring computes each slide by itself, without padding.
     """
     x, coords, padding_mask = make_batch(numbers, model.cls_token.dtype)
     x.requires_grad_()
-    if alone:
+    if "forward" not in vars(model):
         of_slides = [
             own_tiles(model, x[[i]][:, k], coords[[i]][:, k], all_layer_embed) for i, k in enumerate(~padding_mask)
         ]
@@ -170,20 +165,21 @@ def own_tiles(model: Any, x: Tensor, coords: Tensor, all_layer_embed: bool) -> t
     return embeddings, [model.norm(state)[:, 1:] for state in states]
 
 
-def embed_batch_by_own_code(numbers: Sequence[int], all_layer_embed: bool = True, **options: Any) -> Any:
+def by_own_code(function: Callable[..., Any], *args: Any, exact: bool = True, **options: Any) -> Any:
+    """``function(model, *args)`` by GigaPath's own code on one process. ``options`` are those of the model."""
     model = make_model(**options)
-    with own_code(model):
-        return embed_batch(model, numbers, all_layer_embed, alone=True)
+    with own_code(model, exact):
+        return function(model, *args)
 
 
-def embed_batch_here(rings: RingSpec | None, layout: str, numbers: Any, all_layer_embed: bool, **options: Any) -> Any:
-    return embed_batch(on_ring(rings, layout, **options), numbers, all_layer_embed)
+def here(function: Callable[..., Any], rings: RingSpec | None, layout: str, *args: Any, **options: Any) -> Any:
+    """``function(model, *args)`` of a model of :func:`on_ring`."""
+    return function(on_ring(rings, layout, **options), *args)
 
 
-def map_here(rings: RingSpec | None, numbers: Any, **options: Any) -> Tensor:
+def attention_map(model: Any, numbers: Any, layer: int, tile: int | None) -> Tensor:
     x, coords, padding_mask = make_batch(numbers)
-    model = on_ring(rings, "zigzag").eval()
-    return gigapath.attention_map(model, x, coords, padding_mask=padding_mask, **options)
+    return gigapath.attention_map(model.eval(), x, coords, padding_mask=padding_mask, layer=layer, tile=tile)
 
 
 def map_by_own_code(numbers: Sequence[int], layer: int, tile: int | None) -> Tensor:
@@ -198,7 +194,7 @@ def map_by_own_code(numbers: Sequence[int], layer: int, tile: int | None) -> Ten
         q, k = (rows[name].unflatten(-1, (self_attn.num_heads, -1)) for name in "qk")
         each_key = torch.eye(q.shape[1], dtype=q.dtype)[None, :, None].expand(-1, -1, self_attn.num_heads, -1)
         branches = (self_attn.args.segment_length, self_attn.args.dilated_ratio)
-        found = reference_attention(q, k, each_key, branches, False, detach=False, zero_is_absent=True)[0]
+        found = reference_attention(q, k, each_key, branches, False)[0]
         maps[index][:, kept] = found[0 if tile is None else int(kept[: tile + 1].sum())][:, 1:].detach()
     return maps
 
@@ -207,24 +203,10 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def embed_by_own_code(num_tiles: int, all_layer_embed: bool = False, exact: bool = True, **options: Any) -> Any:
-    model = make_model(**options)
-    with own_code(model, exact):
-        return embed(model, num_tiles, all_layer_embed)
-
-
 def gradients_of_one_layer(model: Any, layer: int) -> dict[str, Tensor]:
     """The gradients of a loss on the embeddings of one layer. Parameters without a gradient are left out."""
     model(*make_slide(30), all_layer_embed=True)[layer].square().sum().backward()
     return gradients(model)
-
-
-def gradients_of_one_layer_here(rings: RingSpec, layer: int) -> dict[str, Tensor]:
-    return gradients_of_one_layer(on_ring(rings), layer)
-
-
-def embed_here(rings: RingSpec, layout: str, num_tiles: int, all_layer_embed: bool = False, **options: Any) -> Any:
-    return embed(on_ring(rings, layout, **options), num_tiles, all_layer_embed)
 
 
 def rows_here(rings: RingSpec, num_tiles: int) -> tuple[int, int]:
@@ -259,9 +241,7 @@ def largest_error(found: Tensor, right: Tensor) -> float:
     return float((found - right).abs().max() / right.abs().max().clamp(min=1))
 
 
-def random_here(
-    rings: RingSpec | None, seed: int, checkpointing: str = "none", numbers: Any = None, **options: Any
-) -> Any:
+def random_here(rings: Any, seed: int, checkpointing: str = "none", numbers: Any = None, **options: Any) -> Any:
     """Embeddings and gradients in training mode, after ``torch.manual_seed(seed + rank)``.
 
     Without rings, the one process draws the numbers that a ring's rank 0 draws for ``seed``.

@@ -26,36 +26,29 @@ class PatchEmbed(nn.Module):
         return self.norm(self.proj(x))
 
 
+DEFAULTS = {
+    **{"slide_ngrids": 1000, "tile_size": 256, "max_wsi_size": 262144, "norm_layer": nn.LayerNorm},
+    **{"global_pool": False, "dropout": 0.25, "drop_path_rate": 0.1, "mlp_ratio": 4.0},
+}
+
+
 class LongNetViT(nn.Module):
-    def __init__(
-        self,
-        in_chans: int = 1536,
-        embed_dim: int = 256,
-        depth: int = 12,
-        slide_ngrids: int = 1000,
-        tile_size: int = 256,
-        max_wsi_size: int = 262144,
-        norm_layer: Any = nn.LayerNorm,
-        global_pool: bool = False,
-        dropout: float = 0.25,
-        drop_path_rate: float = 0.1,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, in_chans: int = 1536, embed_dim: int = 256, depth: int = 12, **options: Any) -> None:
         super().__init__()
+        given = SimpleNamespace(**{**DEFAULTS, **options})
         self.patch_embed = PatchEmbed(in_chans, embed_dim)
-        self.tile_size, self.slide_ngrids, self.global_pool = tile_size, slide_ngrids, global_pool
+        self.tile_size, self.slide_ngrids, self.global_pool = given.tile_size, given.slide_ngrids, given.global_pool
         self.cls_token = nn.Parameter(0.02 * torch.randn(1, 1, embed_dim))
-        self.register_buffer("pos_embed", sine_embedding(embed_dim, slide_ngrids), persistent=False)
-        sizes = {"encoder_embed_dim": embed_dim, "encoder_layers": depth, "encoder_attention_heads": 16}
-        sizes |= {"encoder_ffn_embed_dim": int(embed_dim * kwargs.get("mlp_ratio", 4.0))}
-        pattern: dict[str, Any] = {"segment_length": eval(self.get_optimal_segment_length(max_wsi_size, tile_size))}
-        rates = {"dropout": dropout, "drop_path_rate": drop_path_rate}
-        off = ("xpos_rel_pos", "multiway", "moe_freq", "rel_pos_buckets", "seq_parallel")
-        off += ("attention_dropout", "activation_dropout")
-        pattern["dilated_ratio"] = [1, 2, 4, 8, 16]
-        args = SimpleNamespace(**sizes, **pattern, **rates, no_scale_embedding=True, **dict.fromkeys(off, 0))
-        self.encoder = LongNetEncoder(args)
-        self.norm = norm_layer(embed_dim)
+        self.register_buffer("pos_embed", sine_embedding(embed_dim, given.slide_ngrids), persistent=False)
+        sizes = {"embed_dim": embed_dim, "layers": depth, "attention_heads": 16}
+        sizes |= {"ffn_embed_dim": int(embed_dim * given.mlp_ratio)}
+        lengths = eval(self.get_optimal_segment_length(given.max_wsi_size, given.tile_size))
+        pattern = {"segment_length": lengths, "dilated_ratio": [1, 2, 4, 8, 16], "no_scale_embedding": True}
+        rates = {"dropout": given.dropout, "drop_path_rate": given.drop_path_rate}
+        off = "xpos_rel_pos multiway moe_freq rel_pos_buckets seq_parallel attention_dropout activation_dropout"
+        args = {**{f"encoder_{name}": size for name, size in sizes.items()}, **pattern, **rates}
+        self.encoder = LongNetEncoder(SimpleNamespace(**args, **dict.fromkeys(off.split(), 0)))
+        self.norm = given.norm_layer(embed_dim)
 
     def get_optimal_segment_length(self, max_wsi_size: int = 262144, tile_size: int = 256) -> str:
         """Five lengths between 1024 and the largest number of tiles, evenly spaced on a logarithmic scale."""

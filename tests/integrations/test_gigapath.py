@@ -29,14 +29,11 @@ two = world_of(2, "gigapath_cases")
 three = world_of(3, "gigapath_cases")
 
 
-def check_embeddings(
-    ranks: World, layout: str, num_tiles: int, all_layer_embed: bool, tolerance: float, **options: Any
-) -> None:
-    """Compare two ranks and one with GigaPath's own code."""
-    expected = cases.embed_by_own_code(num_tiles, all_layer_embed, **options)
-    found = ranks.run(cases.embed_here, TWO_OF_TWO, layout, num_tiles, all_layer_embed, **options)
-    cases.assert_same(found, expected, tolerance)
-    cases.assert_same([cases.embed(cases.on_ring(None, **options), num_tiles, all_layer_embed)], expected, tolerance)
+def check(ranks: World, function: Any, layout: str, *args: Any, tolerance: float, **options: Any) -> None:
+    """Compare the results of a function of a model on two ranks and on one with those of GigaPath's own code."""
+    expected = cases.by_own_code(function, *args, **options)
+    cases.assert_same(ranks.run(cases.here, function, TWO_OF_TWO, layout, *args, **options), expected, tolerance)
+    cases.assert_same([cases.here(function, None, layout, *args, **options)], expected, tolerance)
 
 
 @pytest.mark.parametrize("num_tiles", matrix_but(1, 61, of=(1, 2, 61, 129)))
@@ -46,14 +43,14 @@ def test_two_ranks(two: World, dtype: torch.dtype, global_pool: bool, num_tiles:
     options = {"dtype": dtype, "global_pool": global_pool}
     tolerance = 1e-11 if dtype is torch.float64 else 1e-5
     for all_layer_embed, layout in ((False, "zigzag"), (True, "contiguous")):
-        check_embeddings(two, layout, num_tiles, all_layer_embed, tolerance, **options)
+        check(two, cases.embed, layout, num_tiles, all_layer_embed, tolerance=tolerance, **options)
 
 
 @pytest.mark.parametrize("rings", matrix_but(FOUR, of=(FOUR, TWO)), ids=str)
 def test_four_ranks(world: World, rings: Any) -> None:
     for num_tiles, layout in ((2, "contiguous"), (100, "zigzag")):
-        found = world.run(cases.embed_here, rings, layout, num_tiles, True)
-        cases.assert_same(found, cases.embed_by_own_code(num_tiles, True), 1e-11)
+        found = world.run(cases.here, cases.embed, rings, layout, num_tiles, True)
+        cases.assert_same(found, cases.by_own_code(cases.embed, num_tiles, True), 1e-11)
 
 
 @pytest.mark.parametrize(
@@ -61,13 +58,7 @@ def test_four_ranks(world: World, rings: Any) -> None:
 )
 def test_batches_of_slides(two: World, global_pool: bool, layout: str, numbers: Any) -> None:
     """With a padding mask, slides and tiles have the embeddings and gradients of each slide alone."""
-    all_layer_embed = not global_pool
-    expected = cases.embed_batch_by_own_code(numbers, all_layer_embed, global_pool=global_pool)
-    for found in (
-        two.run(cases.embed_batch_here, TWO_OF_TWO, layout, numbers, all_layer_embed, global_pool=global_pool),
-        [cases.embed_batch_here(None, layout, numbers, all_layer_embed, global_pool=global_pool)],
-    ):
-        cases.assert_same(found, expected, 1e-10)
+    check(two, cases.embed_batch, layout, numbers, not global_pool, tolerance=1e-10, global_pool=global_pool)
 
 
 @LONG
@@ -75,19 +66,20 @@ def test_batches_of_slides(two: World, global_pool: bool, layout: str, numbers: 
 @pytest.mark.parametrize("numbers", [(1,), (3000, 1), (700, 3000, 2), (5, 5, 5, 1300)], ids=str)
 def test_batches_of_long_slides_on_three_ranks(three: World, numbers: Any, dtype: torch.dtype) -> None:
     """In fp32 an error above 1e-5 is at most twice that of the model's own code."""
-    expected = cases.embed_batch_by_own_code(numbers)
-    own = expected if dtype is torch.float64 else cases.embed_batch_by_own_code(numbers, dtype=dtype)
-    found = three.run(cases.embed_batch_here, THREE_OF_THREE, "zigzag", numbers, True, dtype=dtype)
-    of_ranks = [*(embeddings for embeddings, _ in found)]
-    grads, tolerance = cases.mean_of_ranks([grads for _, grads in found]), 1e-10 if dtype is torch.float64 else 1e-5
-    for index, right in enumerate(expected[0]):
-        allowed = max(tolerance, 2 * cases.largest_error(own[0][index], right))
-        assert all(cases.largest_error(embeddings[index], right) <= allowed for embeddings in of_ranks)
-    assert grads.keys() == expected[1].keys()
-    for name, right in expected[1].items():
-        assert cases.largest_error(grads[name], right) <= max(
-            tolerance, 2 * cases.largest_error(own[1][name], right)
-        ), name
+    wanted, wanted_grads = cases.by_own_code(cases.embed_batch, numbers)
+    own, own_grads = cases.by_own_code(cases.embed_batch, numbers, dtype=dtype)
+    found = three.run(cases.here, cases.embed_batch, THREE_OF_THREE, "zigzag", numbers, dtype=dtype)
+    grads = cases.mean_of_ranks([grads for _, grads in found])
+
+    def allowed(own: Any, right: Any) -> float:
+        return max(1e-10 if dtype is torch.float64 else 1e-5, 2 * cases.largest_error(own, right))
+
+    for index, right in enumerate(wanted):
+        for embeddings, _ in found:
+            assert cases.largest_error(embeddings[index], right) <= allowed(own[index], right), index
+    assert grads.keys() == wanted_grads.keys()
+    for name, right in wanted_grads.items():
+        assert cases.largest_error(grads[name], right) <= allowed(own_grads[name], right), name
 
 
 def test_padding_does_not_change_random_numbers(two: World) -> None:
@@ -113,11 +105,9 @@ def test_maps(two: World, layer: int, of_a_tile: bool) -> None:
     numbers = (61, 40)
     is_tile = ~cases.make_batch(numbers)[2]
     tile = int(is_tile.all(0).nonzero()[-1]) if of_a_tile else None
-    expected = cases.map_by_own_code(numbers, layer, tile)
-    for found in (
-        *two.run(cases.map_here, TWO_OF_TWO, numbers, layer=layer, tile=tile),
-        cases.map_here(None, numbers, layer=layer, tile=tile),
-    ):
+    expected, call = cases.map_by_own_code(numbers, layer, tile), ("zigzag", numbers, layer, tile)
+    of_ranks = two.run(cases.here, cases.attention_map, TWO_OF_TWO, *call)
+    for found in (*of_ranks, cases.here(cases.attention_map, None, *call)):
         assert_near(found, expected, 1e-11)
 
 
@@ -155,13 +145,12 @@ def test_pictures_of_maps(tmp_path: Path) -> None:
 
 def test_layers_that_the_loss_does_not_use_have_no_gradients(two: World) -> None:
     """GigaPath's recipes take the embeddings of chosen layers, ``feat_layer``. Optimizers skip the layers above."""
-    model = cases.make_model()
-    with cases.own_code(model):
-        expected = cases.gradients_of_one_layer(model, 1)
+    of_layer = cases.gradients_of_one_layer
+    expected = cases.by_own_code(of_layer, 1)
     assert "encoder.layers.0.ffn.fc1.weight" in expected
     assert not any(name.startswith(("encoder.layers.1", "encoder.layers.2")) for name in expected)
-    of_ranks = two.run(cases.gradients_of_one_layer_here, TWO_OF_TWO, 1)
-    for grads in (cases.mean_of_ranks(of_ranks), cases.gradients_of_one_layer(cases.on_ring(None), 1)):
+    of_ranks = two.run(cases.here, of_layer, TWO_OF_TWO, "contiguous", 1)
+    for grads in (cases.mean_of_ranks(of_ranks), of_layer(cases.on_ring(None), 1)):
         assert grads.keys() == expected.keys()
         assert max(cases.largest_error(grads[name], right) for name, right in expected.items()) < 1e-11
 
@@ -181,7 +170,7 @@ def test_every_rank_computes_its_own_rows(two: World) -> None:
 
 def test_gradients_without_those_of_the_mixing_weights_differ() -> None:
     """GigaPath treats the weights with which it mixes its branches as constants."""
-    exact, own = (cases.embed_by_own_code(61, True, exact=exact) for exact in (True, False))
+    exact, own = (cases.by_own_code(cases.embed, 61, True, exact=exact) for exact in (True, False))
     assert cases.largest_error(own[0][-1], exact[0][-1]) == 0
     name = "encoder.layers.0.self_attn.q_proj.weight"
     assert cases.largest_error(own[1][name], exact[1][name]) > 1e-2
@@ -190,13 +179,10 @@ def test_gradients_without_those_of_the_mixing_weights_differ() -> None:
 @LONG
 def test_constant_mixing(two: World) -> None:
     """Then the gradients are GigaPath's own, also of batches with a padding mask."""
-    expected = cases.embed_by_own_code(61, True, exact=False)
-    cases.assert_same(two.run(cases.embed_here, TWO_OF_TWO, "zigzag", 61, True, constant_mixing=True), expected, 1e-11)
-    model = cases.make_model()
-    with cases.own_code(model, exact=False):
-        expected = cases.embed_batch(model, (34, 1, 9), alone=True)
-    found = two.run(cases.embed_batch_here, TWO_OF_TWO, "contiguous", (34, 1, 9), True, constant_mixing=True)
-    cases.assert_same(found, expected, 1e-10)
+    for function, layout, slides in ((cases.embed, "zigzag", 61), (cases.embed_batch, "contiguous", (34, 1, 9))):
+        expected = cases.by_own_code(function, slides, True, exact=False)
+        found = two.run(cases.here, function, TWO_OF_TWO, layout, slides, True, constant_mixing=True)
+        cases.assert_same(found, expected, 1e-11 if function is cases.embed else 1e-10)
 
 
 @pytest.mark.skipif(find_spec("gigapath") is None, reason="gigapath is not installed")
@@ -205,7 +191,7 @@ def test_the_published_class(two: World, dtype: torch.dtype) -> None:
     tolerance = 1e-7 if dtype is torch.float64 else 1e-5  # the published class computes GELU in fp32
     for all_layer_embed, global_pool in ((True, False), (False, True)):
         options = {"real": True, "dtype": dtype, "global_pool": global_pool}
-        check_embeddings(two, "contiguous", 129, all_layer_embed, tolerance, **options)
+        check(two, cases.embed, "contiguous", 129, all_layer_embed, tolerance=tolerance, **options)
 
 
 def test_stochastic_depth_and_attention_dropout(two: World) -> None:
@@ -244,9 +230,8 @@ def test_activation_checkpointing(two: World, checkpointing: str) -> None:
     options = {"dropout": 0.25, "drop_path_rate": 0.3, "attention_dropout": 0.1}
     expected = two.run(cases.random_here, TWO_OF_TWO, 5, **options)
     found = two.run(cases.random_here, TWO_OF_TWO, 5, checkpointing, **options)
-    prefix = "_checkpoint_wrapped_module."
     for (embeddings, grads), right in zip(found, expected, strict=True):
-        renamed = {name.replace(prefix, ""): grad for name, grad in grads.items()}
+        renamed = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in grads.items()}
         cases.assert_same([(embeddings, renamed)], right, 1e-12)
 
 
@@ -333,9 +318,8 @@ def test_dtypes_of_coordinates(dtype: torch.dtype) -> None:
 
 def test_many_tiles_on_few_places() -> None:
     model, (x, coords) = cases.on_ring(None), cases.make_slide(30)
-    with pytest.warns(
-        UserWarning, match=r"coords puts the 30 tiles of slide 1 on 1 places of 256 × 256 pixels: GigaPath"
-    ):
+    message = r"coords puts the 30 tiles of slide 1 on 1 places of 256 × 256 pixels: GigaPath"
+    with pytest.warns(UserWarning, match=message):
         model(x, torch.stack([coords[0], coords[1] // 256]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -358,7 +342,7 @@ def test_autocast() -> None:
 
 
 def test_masked_padding_is_another_result() -> None:
-    model, own = cases.make_model(), cases.embed_by_own_code(61)
+    model, own = cases.make_model(), cases.by_own_code(cases.embed, 61)
     gigapath.use_ring(model, cases.attention_of(model, padding="masked"))
     assert 1e-6 < cases.largest_error(cases.embed(model, 61)[0][0], own[0][0]) < 1
 

@@ -11,15 +11,15 @@ from typing import Any
 from unittest import mock
 
 import gigapath_cases
+import pytest
 import torch
 import torch.distributed as dist
 import torchscale_modules
 from native_ranks import ADAPTER, native_ring
 from torch import Tensor, nn
 
-from ring_backends import Ring
+from ring_backends import Ring, RingMismatchError
 from ring_backends.integrations import torchscale
-from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.rings import RingSpec, new_ring
 
 WIDTH, HEADS, LAYERS, IN_CHANNELS, VOCABULARY, POSITIONS = 24, 4, 2, 5, 19, 130
@@ -115,9 +115,7 @@ def make_batch(kind: str, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
     return torch.randint(VOCABULARY, mask.shape, generator=generator), mask
 
 
-def compute(
-    model: Any, kind: str, numbers: Sequence[int], how: str, seed: int | None = None
-) -> tuple[list[Tensor], dict[str, Tensor]]:
+def compute(model: Any, kind: str, numbers: Sequence[int], how: str, seed: int | None = None) -> Any:
     """Outputs of a batch, and the gradients of x and of all parameters for random gradients of the outputs.
 
     Args:
@@ -140,25 +138,16 @@ def compute(
     return gigapath_cases.differentiated(model, x, outs)
 
 
-def by_own_code(
-    kind: str, numbers: Sequence[int], how: str, seed: int | None = None, exact: bool = True, **options: Any
-) -> Any:
+def by_own_code(kind: str, numbers: Any, how: str, seed: Any = None, exact: bool = True, **options: Any) -> Any:
     model = make_model(kind, **options)
     with gigapath_cases.own_code(model, exact), _in_fp64(options.get("real", False)):
         return compute(model, kind, numbers, how, seed)
 
 
-def on_ring(
-    kind: str,
-    rings: RingSpec | None,
-    layout: Any = "contiguous",
-    ignore_padding: bool = False,
-    constant_mixing: bool = False,
-    **options: Any,
-) -> Any:
-    """A model on a ring; on a ring of one if ``rings`` is None."""
+def on_ring(kind: str, rings: RingSpec | None, layout: Any = "contiguous", **options: Any) -> Any:
+    """A model on a ring; on a ring of one if ``rings`` is None. ``options`` are those of use_ring and of the model."""
+    how = {name: options.pop(name, False) for name in ("ignore_padding", "constant_mixing")}
     model, ring = make_model(kind, **options), Ring() if rings is None else native_ring(layout, rings)
-    how = {"ignore_padding": ignore_padding, "constant_mixing": constant_mixing}
     use(model, ring, how, dropout_p=options.get("attention_dropout", 0.0))
     return model
 
@@ -168,9 +157,7 @@ def use(model: Any, ring: Ring, how: Any = MappingProxyType({}), **options: Any)
     torchscale.use_ring(model, import_module(ADAPTER).RingDilatedAttention(**attention), **how)
 
 
-def here(
-    kind: str, rings: RingSpec | None, layout: str, numbers: Any, how: str, seed: int | None = None, **options: Any
-) -> Any:
+def here(kind: str, rings: Any, layout: str, numbers: Any, how: str, seed: Any = None, **options: Any) -> Any:
     model = on_ring(kind, rings, layout, ignore_padding=how == "kept", **options)
     if seed is not None and rings is None:  # the one process draws the numbers that a ring's rank 0 draws
         torch.manual_seed(seed)
@@ -186,7 +173,7 @@ def _in_fp64(real: bool) -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(Tensor, "float", lambda x: x) if real else contextlib.nullcontext()
 
 
-def other_inputs_here(rings: RingSpec, change: str) -> Ended:
+def check_other_inputs(rings: RingSpec, change: str) -> None:
     kind = "tokens" if change in ("src_tokens", "encoder_padding_mask") else "embeddings"
     model, (x, mask) = make_model(kind), make_batch(kind, (30, 20))
     use(model, new_ring(ADAPTER, rings))  # a mismatch closes the ring
@@ -194,14 +181,18 @@ def other_inputs_here(rings: RingSpec, change: str) -> Ended:
         x = x * (1 + 1e-9) if change == "rounding" else x.flip(0) if change in ("src_tokens", "token_embeddings") else x
         mask = mask.flip(0) if change == "encoder_padding_mask" else mask
         model.train(change != "training mode")
-    return ending(lambda: model(x, mask))
+    is_refused = pytest.raises(RingMismatchError, match=change) if change != "rounding" else contextlib.nullcontext()
+    with is_refused:
+        model(x, mask)
 
 
-def bad_call_here(rings: RingSpec) -> Ended:
+def check_bad_call(rings: RingSpec) -> None:
     model = on_ring("tokens", rings)
     x, _ = make_batch("tokens", (30, 20))
     x[0, 29] = VOCABULARY  # only the last rank would look it up
-    return ending(lambda: model(x))
+    message = r"src_tokens of model\.encoder reaches 19: model\.encoder\.embed_tokens has rows 0 … 18"
+    with pytest.raises(ValueError, match=message):
+        model(x)
 
 
 def rows_here(rings: RingSpec, num_tokens: int) -> int:

@@ -81,18 +81,15 @@ class DilatedAttention(nn.Module):
         branches = (self.args.segment_length, self.args.dilated_ratio)
         detach = not self.has_exact_gradients
         with torch.autocast(q.device.type, enabled=False):
-            out = reference_attention(q, k, v, branches, is_causal, detach=detach, zero_is_absent=True)
+            out = reference_attention(q, k, v, branches, is_causal, detach)
         return self.out_proj(self.inner_attn_ln(out.to(projected[0].dtype).flatten(2))), None
 
 
 class FeedForwardNetwork(nn.Module):
     def __init__(self, args: Any, width: int, hidden: int) -> None:
         super().__init__()
-        self.fc1, self.fc2, self.ffn_layernorm = (
-            nn.Linear(width, hidden),
-            nn.Linear(hidden, width),
-            nn.LayerNorm(hidden),
-        )
+        self.fc1, self.fc2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.ffn_layernorm = nn.LayerNorm(hidden)
         self.activation_dropout_module = nn.Dropout(args.activation_dropout)
         self.dropout_module = nn.Dropout(args.dropout)
 
@@ -114,13 +111,10 @@ class Layer(nn.Module):
         self.final_layer_norm = nn.LayerNorm(width)
 
     def compute(self, x: Tensor, **options: Any) -> Tensor:
-        normed = self.self_attn_layer_norm(x)
+        drop, normed = self.drop_path or nn.Identity(), self.self_attn_layer_norm(x)
         found, _ = self.self_attn(query=normed, key=normed, value=normed, **options)
-        x = x + self._drop(self.dropout_module(found))
-        return x + self._drop(self.ffn(self.final_layer_norm(x)))
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return x if self.drop_path is None else self.drop_path(x)
+        x = x + drop(self.dropout_module(found))
+        return x + drop(self.ffn(self.final_layer_norm(x)))
 
 
 class LongNetEncoderLayer(Layer):
@@ -129,9 +123,7 @@ class LongNetEncoderLayer(Layer):
 
 
 class LongNetDecoderLayer(Layer):
-    def forward(
-        self, x: Tensor, incremental_state: Any = None, self_attn_padding_mask: Any = None, is_first_step: bool = False
-    ) -> tuple[Tensor, None]:
+    def forward(self, x, incremental_state=None, self_attn_padding_mask=None, is_first_step=False) -> Any:
         options = {"key_padding_mask": self_attn_padding_mask, "incremental_state": incremental_state}
         return self.compute(x, **options, is_first_step=is_first_step, is_causal=True), None
 
@@ -140,21 +132,23 @@ class Module(nn.Module):
     kind: str
     layer: type[Layer]
 
-    def __init__(
-        self, args: Any, embed_tokens: Any = None, embed_positions: Any = None, output_projection: Any = None
-    ) -> None:
+    def __init__(self, args, embed_tokens=None, embed_positions=None, output_projection=None) -> None:
         super().__init__()
         self.args, self.dropout_module = args, nn.Dropout(args.dropout)
         width, num_layers = getattr(args, f"{self.kind}_embed_dim"), getattr(args, f"{self.kind}_layers")
         self.embed_scale = 1.0 if args.no_scale_embedding else math.sqrt(width)
-        self.embed_tokens, self.embed_positions, self.output_projection = (
-            embed_tokens,
-            embed_positions,
-            output_projection,
-        )
+        self.embed_tokens, self.embed_positions = embed_tokens, embed_positions
+        self.output_projection = output_projection
         self.layers = nn.ModuleList(self.layer(args, depth, self.kind) for depth in range(num_layers))
         self.layer_norm = nn.LayerNorm(width)
         self.relative_position = self.self_attn_relative_position = None
+
+    def embed(self, tokens: Any, embeddings: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """The scaled embeddings, without and with positions. ``options`` are those of ``embed_positions``."""
+        x = self.embed_scale * (self.embed_tokens(tokens) if embeddings is None else embeddings)
+        if self.embed_positions is None:
+            return x, self.dropout_module(x)
+        return x, self.dropout_module(x + self.embed_positions(x if tokens is None else tokens, **options))
 
 
 class LongNetEncoder(Module):
@@ -173,14 +167,9 @@ class LongNetEncoder(Module):
         positions: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        if token_embeddings is None:
-            token_embeddings = self.embed_tokens(src_tokens)
-        x = embedding = self.embed_scale * token_embeddings
+        embedding, x = self.embed(src_tokens, token_embeddings, positions=positions)
         if encoder_padding_mask is None:
             encoder_padding_mask = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
-        if self.embed_positions is not None:
-            x = x + self.embed_positions(src_tokens if src_tokens is not None else x, positions=positions)
-        x = self.dropout_module(x)
         x = x * (1 - encoder_padding_mask[..., None].type_as(x))
         states = [x]
         for index, layer in enumerate(self.layers):
@@ -216,12 +205,7 @@ class LongNetDecoder(Module):
     ) -> tuple[Tensor, dict[str, Any]]:
         is_first_step = incremental_state is not None and incremental_state.get("is_first_step", False)
         assert incremental_state is None or is_first_step, "the stand-in does not generate"
-        if token_embeddings is None:
-            token_embeddings = self.embed_tokens(prev_output_tokens)
-        x = self.embed_scale * token_embeddings
-        if self.embed_positions is not None:
-            x = x + self.embed_positions(prev_output_tokens, incremental_state=incremental_state)
-        x = self.dropout_module(x)
+        _, x = self.embed(prev_output_tokens, token_embeddings, incremental_state=incremental_state)
         states = [x]
         for index, layer in enumerate(self.layers):
             state = None if incremental_state is None else incremental_state[index]

@@ -107,8 +107,8 @@ def test_a_branch_with_an_lse_of_zero_is_kept() -> None:
     query, key, value = random_heads(32)
     query = torch.zeros_like(query)
     got = attend(query, key, value, ts.BRANCHES, True)
-    as_published = ts.reference_attention(query, key, value, ts.BRANCHES, True, detach=True, zero_is_absent=True)
-    assert_near(got, ts.reference_attention(query, key, value, ts.BRANCHES, True, detach=True, zero_is_absent=False))
+    as_published = ts.reference_attention(query, key, value, ts.BRANCHES, True)
+    assert_near(got, ts.reference_attention(query, key, value, ts.BRANCHES, True, zero_is_absent=False))
     differs = (got - as_published).abs().amax((0, 2, 3)) > 1e-9
     # These are the first r rows of each segment. Each is the first row that some head covers.
     assert differs.nonzero().flatten().tolist() == [0, 1, 2, 3, 8, 16, 17, 24]
@@ -117,7 +117,7 @@ def test_a_branch_with_an_lse_of_zero_is_kept() -> None:
 def test_an_uncovered_position_has_output_zero() -> None:
     query, key, value = random_heads(21)
     got = attend(query, key, value, ((8,), (4,)), False)
-    assert_near(got, ts.reference_attention(query, key, value, ((8,), (4,)), False, detach=True, zero_is_absent=True))
+    assert_near(got, ts.reference_attention(query, key, value, ((8,), (4,)), False))
     assert (got[:, 1::4, 0] == 0).all()
 
 
@@ -142,7 +142,7 @@ def gigapath_segment_lengths(slide_size: int) -> tuple[int, ...]:
 def test_a_pattern_that_torchscale_misplaces_is_refused() -> None:
     w, r, n = 10, 4, 20
     query, key, value = random_heads(n)
-    options: Any = {"branches": ((w,), (r,)), "is_causal": False, "detach": True, "zero_is_absent": True}
+    options: Any = {"branches": ((w,), (r,)), "is_causal": False}
     joined = ts.reference_attention(query, key, value, **options)
     second = ts.reference_attention(*(x[:, w:] for x in (query, key, value)), **options)
     assert_near(joined[:, w + 2 :], second[:, : w - 2])

@@ -25,10 +25,11 @@ HEADS = (4, 3)  # 3 is no multiple of the rates: torchscale pads the heads too
 MODELS = {"encoder": LongNetEncoder, "decoder": LongNetDecoder}
 
 
-def reference_attention(
-    query: Tensor, key: Tensor, value: Tensor, branches: Any, is_causal: bool, *, detach: bool, zero_is_absent: bool
-) -> Tensor:
-    """torchscale's dilated attention. Inputs and output are [batch, n, heads, head_dim]."""
+def reference_attention(query, key, value, branches, is_causal, detach=True, zero_is_absent=True) -> Tensor:
+    """torchscale's dilated attention. Inputs and output are [batch, n, heads, head_dim].
+
+    torchscale detaches the mixing weights, and takes an LSE of 0 for that of an absent row.
+    """
     n, heads = query.shape[1:3]
     outs, lses = [], []
     for w, r in zip(*branches, strict=True):
@@ -42,22 +43,17 @@ def reference_attention(
             if is_causal:
                 scores = scores.masked_fill(torch.ones(rows, rows, dtype=torch.bool).triu(1), float("-inf"))
             out, lse = scores.softmax(-1) @ v, scores.logsumexp(-1)
+            if zero_is_absent:
+                lse = lse.masked_fill(lse == 0, -1e8)
             dense_out = out.new_zeros(*out.shape[:2], rows * r, out.shape[-1])
-            dense_lse = lse.new_zeros(*lse.shape[:2], rows * r)
+            dense_lse = lse.new_full((*lse.shape[:2], rows * r), -1e8)
             dense_out[:, :, group::r], dense_lse[:, :, group::r] = out, lse
-            absent = dense_lse == 0
-            if not zero_is_absent:
-                absent = torch.ones_like(absent)
-                absent[:, :, group::r] = False
-            dense_lse = dense_lse.masked_fill(absent, -1e8)
             # torchscale joins the padded segments without removing their padding.
             of_head.append((dense_out.flatten(1, 2)[:, :n], dense_lse.flatten(1, 2)[:, :n]))
         outs.append(torch.stack([out for out, _ in of_head], 2))
         lses.append(torch.stack([lse for _, lse in of_head], 2))
     weights = torch.stack(lses).softmax(0)
-    if detach:
-        weights = weights.detach()
-    return (torch.stack(outs) * weights[..., None]).sum(0)
+    return (torch.stack(outs) * (weights.detach() if detach else weights)[..., None]).sum(0)
 
 
 def _sparse(x: Tensor, w: int, r: int, group: int) -> Tensor:
@@ -66,18 +62,7 @@ def _sparse(x: Tensor, w: int, r: int, group: int) -> Tensor:
     return F.pad(x, (0, 0, 0, -w % r))[:, :, group::r]
 
 
-def reference_model(
-    state: dict[str, Tensor],
-    x: Tensor,
-    heads: int,
-    branches: Any,
-    is_causal: bool,
-    *,
-    detach: bool = True,
-    scale: float = 1.0,
-    eps: float = 1e-5,
-    activation: Any = F.gelu,
-) -> list[Tensor]:
+def reference_model(state, x, heads, branches, is_causal, detach=True, scale=1.0, eps=1e-5, activation=F.gelu) -> Any:
     """The embeddings, the output of each layer, and the output of the model."""
 
     def linear(x: Tensor, name: str) -> Tensor:
@@ -97,7 +82,7 @@ def reference_model(
         name = f"layers.{layer}"
         normed = norm(x, f"{name}.self_attn_layer_norm")
         q, k, v = (linear(normed, f"{name}.self_attn.{part}_proj").unflatten(-1, (heads, -1)) for part in "qkv")
-        out = reference_attention(q, k, v, branches, is_causal, detach=detach, zero_is_absent=True).flatten(2)
+        out = reference_attention(q, k, v, branches, is_causal, detach).flatten(2)
         x = x + linear(norm(out, f"{name}.self_attn.inner_attn_ln"), f"{name}.self_attn.out_proj")
         hidden = activation(linear(norm(x, f"{name}.final_layer_norm"), f"{name}.ffn.fc1"))
         x = x + linear(norm(hidden, f"{name}.ffn.ffn_layernorm"), f"{name}.ffn.fc2")
@@ -106,9 +91,7 @@ def reference_model(
     return [*states, linear(x, "output_projection") if "output_projection.weight" in state else x]
 
 
-def make_state(
-    *, subln: bool = True, normalize_output: bool = True, tokens: bool = False, tied: bool = False
-) -> dict[str, Tensor]:
+def make_state(subln=True, normalize_output=True, tokens=False, tied=False) -> dict[str, Tensor]:
     """Random parameters with torchscale's names. They are large, so that attention is far from uniform."""
     generator = torch.Generator().manual_seed(5)
     state = {}
