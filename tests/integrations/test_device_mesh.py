@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from device_mesh_cases import HEADS, InnerAttention, Kind, N, make_model, mesh_of, put, run
-from native_ranks import world_of
+from native_ranks import assert_near, world_of
 from torch import Tensor, nn
 from torch.autograd import grad
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +19,7 @@ from ring_backends import dilated_attention
 from ring_backends.adapters import native
 from ring_backends.integrations.device_mesh import RingDilated, context_parallel, ring_of
 from ring_backends.multihead import RingDilatedMultiheadAttention
+from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.world import World
 
 PATTERN = ([8, 24], [1, 3])
@@ -28,36 +30,32 @@ two, four = world_of(2), world_of(4)
 
 def assert_equal(of_ranks: list[Any], expected: Any) -> None:
     for found in of_ranks:
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        assert_near(found, expected, 1e-5)
 
 
 LONG = pytest.mark.matrix(reason="trains a model")
-
-every_model = pytest.mark.parametrize(
-    ("kind", "strategy"),
-    [
-        pytest.param(kind, strategy, marks=() if (kind, strategy) == ("decoder", "fsdp2-mesh") else LONG)
-        for kind in ("encoder", "decoder")
-        for strategy in ("ddp", "fsdp2-world", "fsdp2-mesh")
-    ],
-)
+KINDS, STRATEGIES = ("encoder", "decoder"), ("ddp", "fsdp2-world", "fsdp2-mesh")
+CASES = matrix_but(("decoder", "fsdp2-mesh"), of=product(KINDS, STRATEGIES), reason="trains a model")
+every_model = pytest.mark.parametrize("case", CASES, ids="-".join)
 
 
 @every_model
-def test_training_on_two_ranks(two: World, kind: Kind, strategy: str) -> None:
+def test_training_on_two_ranks(two: World, case: tuple[Kind, str]) -> None:
     """1 × 2 in both layouts, and 2 × 1."""
+    kind, strategy = case
     expected = run(kind)
     for shape, layout in (((1, 2), "contiguous"), ((1, 2), "zigzag"), ((2, 1), "contiguous")):
         assert_equal(two.run(run, kind, shape, strategy, layout), expected)
 
 
 @every_model
-def test_training_on_two_by_two(four: World, kind: Kind, strategy: str) -> None:
+def test_training_on_two_by_two(four: World, case: tuple[Kind, str]) -> None:
+    kind, strategy = case
     assert_equal(four.run(run, kind, (2, 2), strategy, "zigzag"), run(kind))
 
 
 @LONG
-@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_training_of_a_compiled_model(two: World, kind: Kind) -> None:
     """The decoder is one graph. The encoder's layers make a float mask, whose values break the graph."""
     assert_equal(two.run(run, kind, (1, 2), "ddp", "zigzag", compiled=True), run(kind))
@@ -89,37 +87,33 @@ def alone(module: Callable[..., Any], tensors: Iterable[Tensor], *args: Any, **o
     return [out.detach(), *grad(out, rows, grad_out)]
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "documents": {"document_ids": (torch.arange(N) >= torch.tensor([[10], [30]])).long()},
-    "padding": {"key_padding_mask": torch.arange(N) >= torch.tensor([[10], [30]])},
-    "dropout": {"dropout_seed": 3},
-    "windows": {},
-}
-STYLES: dict[str, dict[str, Any]] = {
-    "dropout": {"dropout_p": 0.3},
-    "windows": {"window_lengths": [None, 20], "offset": "every"},
-}
+IS_LATER = torch.arange(N) >= torch.tensor([[10], [30]])
+PADDING = {"key_padding_mask": IS_LATER}
+WINDOWS = {"window_lengths": [None, 20], "offset": "every"}
 
 
-def pattern_here(name: str, is_causal: bool, seq_dim: int) -> list[Tensor]:
-    style = RingDilated(*PATTERN, is_causal=is_causal, seq_dim=seq_dim, layout="zigzag", **STYLES.get(name, {}))
+def pattern_here(seq_dim: int, style: dict[str, Any], options: dict[str, Any]) -> list[Tensor]:
+    attention = put(InnerAttention(), RingDilated(*PATTERN, seq_dim=seq_dim, layout="zigzag", **style))
     tensors = [tensor.transpose(1, 2).transpose(1, seq_dim) for tensor in make_tensors(num_kv_heads=2)]
-    attention = put(InnerAttention(), style)
-    results = on_ring(attention, tensors, seq_dim, enable_gqa=True, scale=8**-0.5, **OPTIONS[name])
+    results = on_ring(attention, tensors, seq_dim, enable_gqa=True, scale=8**-0.5, **options)
     return [result.transpose(1, seq_dim) for result in results]
 
 
 @pytest.mark.parametrize(
-    ("name", "is_causal", "seq_dim"),
-    [("documents", True, 1), ("padding", False, 2), ("dropout", True, 2), ("windows", True, 2)],
+    ("seq_dim", "style", "options"),
+    [
+        (1, {"is_causal": True}, {"document_ids": IS_LATER.long()}),
+        (2, {"is_causal": False}, PADDING),
+        (2, {"is_causal": True, "dropout_p": 0.3}, {"dropout_seed": 3}),
+        (2, {"is_causal": True, **WINDOWS}, {}),
+    ],
+    ids=["documents", "padding", "dropout", "windows"],
 )
-def test_a_dilated_pattern(two: World, name: str, is_causal: bool, seq_dim: int) -> None:
+def test_a_dilated_pattern(two: World, seq_dim: int, style: dict[str, Any], options: dict[str, Any]) -> None:
     """Equals ``dilated_attention`` of the whole sequence, also with the options of a ring attention."""
     tensors = [tensor.transpose(1, 2) for tensor in make_tensors(num_kv_heads=2)]
-    options = {"is_causal": is_causal, **STYLES.get(name, {}), **OPTIONS[name]}
-    assert_equal(
-        two.run(pattern_here, name, is_causal, seq_dim), alone(dilated_attention, tensors, *PATTERN, **options)
-    )
+    expected = alone(dilated_attention, tensors, *PATTERN, **style, **options)
+    assert_equal(two.run(pattern_here, seq_dim, style, options), expected)
 
 
 MULTIHEAD: list[dict[str, Any]] = [{"batch_first": True}, {"kdim": 12, "vdim": 20, "bias": False}]
@@ -131,7 +125,7 @@ def make_multihead(options: dict[str, Any]) -> tuple[nn.MultiheadAttention, list
     module = nn.MultiheadAttention(16, HEADS, **options)
     shape = (2, N) if module.batch_first else (N, 2)
     tensors = [torch.randn(*shape, width) for width in (16, module.kdim, module.vdim, 16)]
-    return module, tensors, {**OPTIONS["padding"], "need_weights": False}
+    return module, tensors, {**PADDING, "need_weights": False}
 
 
 def multihead_here(options: dict[str, Any], is_causal: bool) -> list[Tensor]:
@@ -161,7 +155,7 @@ def own_here(kind: str, copied: bool) -> list[Tensor]:
     module, tensors = make_own(kind)
     module = put(module, RingDilated(layout="zigzag"))
     module = copy.deepcopy(module) if copied else module
-    return on_ring(module, tensors, 1, is_causal=True, **OPTIONS["padding"])
+    return on_ring(module, tensors, 1, is_causal=True, **PADDING)
 
 
 @pytest.mark.parametrize("kind", ["attention", "multihead"])
@@ -169,7 +163,7 @@ def own_here(kind: str, copied: bool) -> list[Tensor]:
 def test_attention_of_this_package(two: World, kind: str, copied: bool) -> None:
     """It takes the ring of the axis, and the length of the sequence from the context."""
     module, tensors = make_own(kind)
-    assert_equal(two.run(own_here, kind, copied), alone(module, tensors, is_causal=True, **OPTIONS["padding"]))
+    assert_equal(two.run(own_here, kind, copied), alone(module, tensors, is_causal=True, **PADDING))
 
 
 def copies_here() -> list[Tensor]:
