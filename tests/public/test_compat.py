@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from ring_backends import compat
 from ring_backends.testing.reference import reference_attention
 from ring_backends.testing.world import World
 
-SEGMENT_LENGTHS, DILATION_RATES = (5, 13, 40), (1, 2, 3)
+PATTERN = (5, 13, 40), (1, 2, 3)
 N, HEADS, HEAD_DIM = 37, 7, 8
 CLASSES = ("RingDilatedAttentionV2", "RingDilatedAttentionV2Collective", "RingDilatedAttentionV2Flash",
            "RingDilatedAttentionV2Robust")  # fmt: skip
@@ -26,23 +26,22 @@ def warns_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "_warned", set())
 
 
-def tensors(requires_grad: bool = True) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shape = (2, N, HEADS, HEAD_DIM)
-    return [
-        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_(requires_grad and index < 3)
-        for index in range(4)
-    ]
+def tensors() -> list[Tensor]:
+    torch.manual_seed(0)
+    return list(torch.randn(4, 2, N, HEADS, HEAD_DIM, dtype=torch.float64))
+
+
+def with_gradients(attend: Any) -> list[Tensor]:
+    """out, dq, dk and dv."""
+    *rows, grad_out = tensors()
+    out = attend(*(x.requires_grad_() for x in rows))
+    return [out.detach(), *torch.autograd.grad(out, rows, grad_out)]
 
 
 def expected(is_causal: bool) -> list[Tensor]:
     """out and gradients of the earlier base class, computed with the dense reference."""
-    query, key, value, grad_out = tensors()
-    out = reference_attention(
-        query, key, value, SEGMENT_LENGTHS, DILATION_RATES, is_causal=is_causal, head_mode="grouped", offset="branch"
-    )
-    out = (out[0] if isinstance(out, tuple) else out) / len(SEGMENT_LENGTHS)
-    return [out.detach(), *torch.autograd.grad(out, [query, key, value], grad_out)]
+    options: Any = {"is_causal": is_causal, "head_mode": "grouped", "offset": "branch"}
+    return with_gradients(lambda *rows: reference_attention(*rows, *PATTERN, **options)[0] / len(PATTERN[0]))
 
 
 def made(name: str, *args: Any, **options: Any) -> Any:
@@ -53,10 +52,8 @@ def made(name: str, *args: Any, **options: Any) -> Any:
 
 
 def called(name: str, is_causal: bool, **options: Any) -> list[Tensor]:
-    query, key, value, grad_out = tensors()
-    attention = made(name, SEGMENT_LENGTHS, DILATION_RATES, **options)
-    out = attention(query, key, value, is_causal)
-    return [out.detach(), *torch.autograd.grad(out, [query, key, value], grad_out)]
+    attention = made(name, *PATTERN, **options)
+    return with_gradients(lambda *rows: attention(*rows, is_causal))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -110,29 +107,21 @@ def test_each_name_warns_once_with_the_new_spelling() -> None:
         compat.RingDilatedAttentionV2Flash([4], [1], flash_chunk_size=2048)
 
 
-@dataclass
-class Config:
-    segment_lengths: tuple[int, ...] = SEGMENT_LENGTHS
-    dilation_rates: tuple[int, ...] = DILATION_RATES
-    dropout: float = 0.0
-    enable_profiling: bool = True
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_configuration_object_is_accepted() -> None:
-    attention = compat.RingDilatedAttentionProduction(Config())
-    query, key, value, _ = tensors(requires_grad=False)
-    assert_near([attention(query, key, value)], expected(False)[:1])
+    lengths, rates = PATTERN
+    config = SimpleNamespace(segment_lengths=lengths, dilation_rates=rates, dropout=0.0, enable_profiling=True)
+    attention = compat.RingDilatedAttentionProduction(config)
+    assert_near(attention(*tensors()[:3]), expected(False)[0])
     with pytest.raises(ValueError, match="has no dilation_rates"):
         compat.RingDilatedAttentionProduction({"segment_lengths": [4]})
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_dropout() -> None:
-    attention = compat.RingDilatedAttentionV2(SEGMENT_LENGTHS, DILATION_RATES, dropout=0.5)
-    query, key, value, _ = tensors(requires_grad=False)
-    assert not torch.allclose(attention(query, key, value), expected(False)[0])
-    assert_near([attention.eval()(query, key, value)], expected(False)[:1])
+    attention, rows = compat.RingDilatedAttentionV2(*PATTERN, dropout=0.5), tensors()[:3]
+    assert not torch.allclose(attention(*rows), expected(False)[0])
+    assert_near(attention.eval()(*rows), expected(False)[0])
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -157,7 +146,7 @@ def test_types(pair: World) -> None:
 def layer(kind: str) -> tuple[list[Tensor], int]:
     """out, the gradients of the hidden states and of all parameters, and the size of the ring."""
     torch.manual_seed(0)
-    module = made("create_multihead_dilated_attention", kind, 56, HEADS, SEGMENT_LENGTHS, DILATION_RATES).double()
+    module = made("create_multihead_dilated_attention", kind, 56, HEADS, *PATTERN).double()
     hidden = torch.randn(2, N, 56, dtype=torch.float64, requires_grad=True)
     out = module(hidden, hidden, hidden, is_causal=True)
     grads = torch.autograd.grad(out, [hidden, *module.parameters()], torch.randn(out.shape, dtype=out.dtype))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
+from native_ranks import assert_near
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,32 +25,29 @@ def rings(data_size: int, ring_size: int) -> list[list[Ring]]:
     ]
 
 
-def documents(count: int) -> TensorDataset:
-    return TensorDataset(torch.arange(count))
-
-
-def drawn(ring: Ring, count: int, epoch: int = 0, **options: object) -> list[int]:
-    sampler = ring_sampler(documents(count), ring, **options)  # type: ignore[arg-type]
+def drawn(ring: Ring, count: int, epoch: int = 0, **options: Any) -> list[int]:
+    sampler = ring_sampler(TensorDataset(torch.arange(count)), ring, **options)
     sampler.set_epoch(epoch)
     return list(sampler)
 
 
+def same_in_each(of_rings: list[list[Ring]], count: int, **options: Any) -> list[list[int]]:
+    """The documents of each ring, after a check that its ranks draw the same."""
+    by_rank = [[drawn(rank, count, **options) for rank in ring] for ring in of_rings]
+    assert all(other == first for first, *others in by_rank for other in others)
+    return [first for first, *_ in by_rank]
+
+
 @pytest.mark.parametrize(("data_size", "ring_size"), [(1, 4), (2, 2), (3, 2), (4, 1)])
 def test_a_ring_shares_its_documents_and_all_rings_cover_them(data_size: int, ring_size: int) -> None:
-    by_ring = []
-    for ring in rings(data_size, ring_size):
-        first, *others = (drawn(rank, 24, seed=5) for rank in ring)
-        assert all(other == first for other in others)
-        by_ring.append(first)
+    by_ring = same_in_each(rings(data_size, ring_size), 24, seed=5)
     assert sorted(itertools.chain(*by_ring)) == list(range(24))
 
 
 def test_an_uneven_number_of_documents_is_padded_or_cut() -> None:
-    ((first, *_), (second, *_)) = rings(2, 2)
-    padded = drawn(first, 7, seed=1), drawn(second, 7, seed=1)
+    padded, cut = ([drawn(ring, 7, seed=1, drop_last=is_cut) for ring, _ in rings(2, 2)] for is_cut in (False, True))
     assert [len(part) for part in padded] == [4, 4]
     assert set(itertools.chain(*padded)) == set(range(7))
-    cut = drawn(first, 7, drop_last=True), drawn(second, 7, drop_last=True)
     assert [len(part) for part in cut] == [3, 3]
     assert len(set(itertools.chain(*cut))) == 6
 
@@ -70,11 +69,7 @@ LENGTHS = torch.randint(10, 1000, (203,), generator=torch.Generator().manual_see
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_rings_work_on_documents_of_similar_length_at_the_same_time(shuffle: bool) -> None:
     """The time of a step is that of its longest document."""
-    by_ring = []
-    for ring in rings(4, 2):
-        one, other = (drawn(rank, 203, shuffle=shuffle, lengths=LENGTHS) for rank in ring)
-        assert one == other
-        by_ring.append(one)
+    by_ring = same_in_each(rings(4, 2), 203, shuffle=shuffle, lengths=LENGTHS)
     assert set(itertools.chain(*by_ring)) == set(range(203))
     naive = torch.stack([LENGTHS[drawn(ring, 203, shuffle=shuffle)] for ring, *_ in rings(4, 2)])
     sorted_ = torch.stack([LENGTHS[order] for order in by_ring])
@@ -171,16 +166,11 @@ def test_invalid_cu_seqlens_are_refused(cu_seqlens: Tensor | list[int]) -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_packed_document_has_the_results_of_a_single_one(is_causal: bool) -> None:
     """If documents start at multiples of the segment lengths, each has the same pattern as it has alone."""
-    lengths = (24, 40, 9)
-    query, key, value = torch.randn(3, 1, 80, 4, 8, dtype=torch.float64)
-    ids = torch.full((1, 80), -1)
-    starts = (0, 24, 64)
-    for number, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        ids[:, start : start + length] = number
+    lengths = (24, 40, 9, 7)  # the last rows belong to no document
+    tensors = torch.randn(3, 1, 80, 4, 8, dtype=torch.float64)
+    ids = torch.tensor([0, 1, 2, -1]).repeat_interleave(torch.tensor(lengths))[None]
     options = {"segment_lengths": [4, 8], "dilation_rates": [1, 2], "is_causal": is_causal}
-    packed = dilated_attention(query, key, value, **options, document_ids=ids)
-    for start, length in zip(starts, lengths, strict=True):
-        rows = slice(start, start + length)
-        alone = dilated_attention(query[:, rows], key[:, rows], value[:, rows], **options)
-        torch.testing.assert_close(packed[:, rows], alone, rtol=0, atol=1e-12)
-    assert not packed[:, 73:].any()
+    *packed, padding = dilated_attention(*tensors, **options, document_ids=ids).split(lengths, 1)
+    for out, rows in zip(packed, tensors.split(lengths, 2), strict=False):
+        assert_near(out, dilated_attention(*rows, **options), 1e-12)
+    assert not padding.any()

@@ -12,13 +12,8 @@ from torch import Tensor
 from ring_backends import DilatedPattern, Ring, RingSchedule, SequenceLayout, dilated_attention
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 
-FUZZ = settings(
-    max_examples=400,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+FUZZ = settings(max_examples=400, deadline=None, derandomize=True, database=None, suppress_health_check=SLOW)
 DOCUMENTED = (ValueError, TypeError)
 SIZES = st.integers(0, 5)
 
@@ -27,13 +22,9 @@ SIZES = st.integers(0, 5)
 def odd_tensors(draw: st.DrawFn) -> Tensor:
     """Tensors of any small shape and dtype, with special values and unusual strides."""
     shape = draw(st.lists(SIZES, max_size=6))
-    dtype = draw(
-        st.sampled_from(
-            [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64]
-        )
-    )
+    dtype = draw(st.sampled_from(["float32", "float64", "bfloat16", "float16", "int64", "bool", "complex64"]))
     number = draw(st.sampled_from([0.0, 1.0, -1e30, float("nan"), float("inf")]))
-    tensor = torch.full(shape, number).to(dtype)
+    tensor = torch.full(shape, number).to(getattr(torch, dtype))
     how = draw(st.sampled_from(["plain", "transposed", "expanded", "every other", "meta"]))
     if how == "transposed":
         return tensor.permute(list(reversed(range(tensor.dim()))))

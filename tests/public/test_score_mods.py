@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import re
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from native_ranks import on_ring
+from command_line import environment, output_of
+from native_ranks import assert_near, on_ring
+from test_losses import Largest
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ring_backends import DilatedPattern, Ring, RingMismatchError, dilated_attention, score_mods
@@ -29,7 +27,6 @@ from ring_backends.engine.call import check_call
 from ring_backends.engine.forward import forward
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels.score_mod import identity
-from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.world import World
 
 HEADS, LENGTH = 4, 40
@@ -41,8 +38,15 @@ def make(length: int = LENGTH, batch: int = 2) -> list[Tensor]:
     return [torch.randn(batch, length, HEADS, 8, generator=generator, dtype=torch.float64) for _ in range(4)]
 
 
-def attend(score_mod: Any, **options: Any) -> Any:
-    return dilated_attention(*make()[:3], [None], [1], score_mod=score_mod, **options)
+def attend(score_mod: Any, rows: Any = None, **options: Any) -> Any:
+    """The output for these queries, keys and values, or those of :func:`make`."""
+    return dilated_attention(*(rows or make()[:3]), [None], [1], score_mod=score_mod, **options)
+
+
+def attend_with_gradients(score_mod: Any) -> list[Tensor]:
+    *rows, grad = make()
+    out = attend(score_mod, [x.requires_grad_() for x in rows])
+    return [out.detach(), *torch.autograd.grad(out, rows, grad)]
 
 
 COORDS, SLOPES = torch.rand(2, LENGTH, 2).double(), torch.rand(HEADS).double()
@@ -74,21 +78,15 @@ def test_equals_flex_attention(name: str) -> None:
     heads_first = [x.transpose(1, 2) for x in (query, key, value)]
     wanted = flex_attention(*heads_first, score_mod=FUNCTIONS[name]).transpose(1, 2)
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
-    out = dilated_attention(*leaves, [None], [1], score_mod=FUNCTIONS[name])
-    torch.testing.assert_close(out, wanted, rtol=0, atol=1e-12)
+    out = attend(FUNCTIONS[name], leaves)
+    assert_near(out, wanted, 1e-12)
     # flex_attention has no backward on the CPU. This is the derivative of what it computes.
     scores = torch.einsum("bthd,buhd->bhtu", *leaves[:2]) * 8**-0.5
-    indices = [
-        torch.arange(size)[(..., *[None] * after)] for size, after in zip(scores.shape, (3, 2, 1, 0), strict=True)
-    ]
-    each = [x.expand_as(scores).flatten() for x in indices]
-    modified = torch.stack([FUNCTIONS[name](*pair) for pair in zip(scores.flatten(), *each, strict=True)])
+    indices = torch.cartesian_prod(*map(torch.arange, scores.shape)).unbind(1)
+    modified = torch.stack([FUNCTIONS[name](*pair) for pair in zip(scores.flatten(), *indices, strict=True)])
     dense = torch.einsum("bhtu,buhd->bthd", modified.view_as(scores).softmax(3), leaves[2])
-    grads, wanted_grads = (
-        torch.autograd.grad(x, leaves, grad_out, allow_unused=True, materialize_grads=True) for x in (out, dense)
-    )
-    for ours, other in zip(grads, wanted_grads, strict=True):
-        torch.testing.assert_close(ours, other, rtol=0, atol=1e-11)
+    options = {"allow_unused": True, "materialize_grads": True}
+    assert_near(*(torch.autograd.grad(x, leaves, grad_out, **options) for x in (out, dense)), 1e-11)
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
@@ -113,17 +111,6 @@ def test_alibi_has_the_slopes_of_bloom(num_heads: int) -> None:
     torch.testing.assert_close(found, wanted[:, 4])
 
 
-class LargestTensor(TorchDispatchMode):
-    """Notes the size of the largest result of an operator."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.numel = max(self.numel, *(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)), 0)
-        return result
-
-
 def test_no_tensor_has_all_pairs() -> None:
     """Between 2,000 and 4,000 tokens, the largest tensor does not grow: it has the pairs of one block."""
     sizes = []
@@ -132,10 +119,10 @@ def test_no_tensor_has_all_pairs() -> None:
         score_mod = score_mods.distance(torch.rand(1, length, 2), torch.ones(1))
         inputs = AttentionInputs(query, key, value, score_mod=score_mod)
         inputs, call = check_call(inputs, DilatedPattern([None], [1]), Ring(), None, "auto")
-        with LargestTensor() as largest:
+        with Largest() as largest:
             out, lse = forward(call, inputs, None)
             backward(call, inputs, out, lse, grad_out, None)
-        sizes.append(largest.numel)
+        sizes.append(largest.elements)
     assert 700 * 700 < sizes[0] == sizes[1] < 2000 * 2000
 
 
@@ -156,22 +143,18 @@ def test_selective_checkpointing_keeps_no_pairs(policy: CheckpointPolicy) -> Non
         return module(query * 2, key, value, score_mod=FUNCTIONS["distance"])
 
     for call in (scaled, functools.partial(checkpoint, scaled, use_reentrant=False, context_fn=contexts)):
-        out = call(query, key, value)
-        grads.append(torch.autograd.grad(out, (query, key, value), grad_out))
-    assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True))
+        grads.append(torch.autograd.grad(call(query, key, value), (query, key, value), grad_out))
+    assert_near(*grads, 0)
     assert any("mul" in op for op in kept)
     assert not any("bmm" in op for op in kept)
 
 
 def test_minus_infinity_hides_a_pair() -> None:
     leaves = [x.requires_grad_() for x in make()[:3]]
-
-    def mask(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return torch.where((kv_idx <= q_idx) & (q_idx > 4), score, -float("inf"))
-
-    out, lse = dilated_attention(*leaves, [None], [1], score_mod=mask, return_lse=True)
-    causal = dilated_attention(*leaves, [None], [1], is_causal=True)
-    torch.testing.assert_close(out[:, 5:], causal[:, 5:])
+    out, lse = attend(
+        lambda score, b, h, q, k: torch.where((k <= q) & (q > 4), score, -torch.inf), leaves, return_lse=True
+    )
+    torch.testing.assert_close(out[:, 5:], attend(None, is_causal=True)[:, 5:])
     assert (out[:, :5] == 0).all()
     assert (lse[:, :, :5] == -torch.inf).all()
     grads = torch.autograd.grad(out.sum(), leaves)
@@ -185,11 +168,7 @@ def test_nan_does_not_pass_a_hidden_pair(name: str) -> None:
     tensors = dict(zip(("query", "key", "value", "grad_out"), make(), strict=True))
     tensors[name][:, 30] = float("nan")
     leaves = [tensors[x].requires_grad_() for x in ("query", "key", "value")]
-
-    def halves(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return torch.where((q_idx < 20) == (kv_idx < 20), score, -float("inf"))
-
-    out = dilated_attention(*leaves, [None], [1], score_mod=halves)
+    out = attend(lambda score, b, h, q, k: torch.where((q < 20) == (k < 20), score, -torch.inf), leaves)
     grads = torch.autograd.grad(out, leaves, tensors["grad_out"])
     assert all(x[:, :20].isfinite().all() for x in (out, *grads))
     assert any(x[:, 20:].isnan().any() for x in (out, *grads))
@@ -203,12 +182,9 @@ def test_a_function_may_change_its_indices() -> None:
         q_idx -= 5
         return score - SLOPES[head] * (q_idx - kv_idx)
 
-    def keep(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score - SLOPES[head * 0] * (q_idx - 5 - kv_idx)
-
     first, second = attend(change), attend(change)
     assert torch.equal(first, second)
-    torch.testing.assert_close(first, attend(keep))
+    torch.testing.assert_close(first, attend(lambda score, b, h, q, k: score - SLOPES[h * 0] * (q - 5 - k)))
 
 
 def change_the_score(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -217,21 +193,21 @@ def change_the_score(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, 
 
 
 def test_a_function_that_changes_the_score_is_refused_before_the_backward() -> None:
-    leaves = [x.requires_grad_() for x in make()[:3]]
     with pytest.raises(ValueError, match=r"score_mod = change_the_score: failed with RuntimeError: .*in-place"):
-        dilated_attention(*leaves, [None], [1], score_mod=change_the_score)
+        attend(change_the_score, [x.requires_grad_() for x in make()[:3]])
     torch.testing.assert_close(attend(change_the_score), attend(lambda score, b, h, q, k: score + 1))
 
 
-def test_nan_reaches_the_queries_that_see_the_pair() -> None:
-    def spoiled(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return torch.where((q_idx == 7) & (head == 1) & (kv_idx < 20), float("nan"), score)
+def spoil(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return torch.where((q_idx == 7) & (head == 1) & (kv_idx < 20), torch.nan, score)
 
-    out = attend(spoiled)
+
+def test_nan_reaches_the_queries_that_see_the_pair() -> None:
+    out = attend(spoil)
     is_nan = torch.zeros(out.shape, dtype=torch.bool)
     is_nan[:, 7, 1] = True
     assert torch.equal(out.isnan(), is_nan)
-    hidden = attend(spoiled, key_padding_mask=(torch.arange(LENGTH) < 20).expand(2, -1))
+    hidden = attend(spoil, key_padding_mask=(torch.arange(LENGTH) < 20).expand(2, -1))
     assert hidden.isfinite().all()
 
 
@@ -239,11 +215,7 @@ def test_infinite_derivatives_of_hidden_pairs_are_dropped() -> None:
     """The derivative of a square root is infinite at 0, where a masked key has its score."""
     leaves = [x.abs().requires_grad_() for x in make()[:3]]
     mask = (torch.arange(LENGTH) % 3 == 0).expand(2, -1)
-
-    def root(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score.sqrt()
-
-    out = dilated_attention(*leaves, [None], [1], score_mod=root, key_padding_mask=mask)
+    out = attend(lambda score, *pair: score.sqrt(), leaves, key_padding_mask=mask)
     assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), leaves))
 
 
@@ -267,52 +239,31 @@ class Biased:
         return score - self.bias[head]
 
 
-@pytest.mark.parametrize(
-    ("score_mod", "error", "message"),
-    [
-        (
-            "alibi",
-            TypeError,
-            r"score_mod = 'alibi': expected a function \(score, batch, head, q_idx, kv_idx\), or None",
-        ),
-        (lambda score, b, h, q, k: 1.0, ValueError, r"<lambda>: returned 1\.0; it must return the score as a tensor"),
-        (lambda score, b, h, q, k: score + SLOPES, ValueError, r"returned shape \[4\] for one pair; .*index captured"),
-        (lambda score, b, h, q, k: k <= q, ValueError, r"returned torch\.bool; .*torch\.where\(mask, score"),
-        (lambda score, b, h, q, k: score + LEARNED[h], ValueError, r"reads LEARNED with requires_grad=True; .*detach"),
-        (Learned(), ValueError, r"score_mod = Learned: reads slopes with requires_grad=True"),
-        (
-            functools.partial(lambda t, s, b, h, q, k: s + t[h], LEARNED),
-            ValueError,
-            r"reads argument 0 with requires_grad=True",
-        ),
-        (lambda score, b, h, q, k: score if q >= k else -score, ValueError, r"failed .*torch\.where takes the place"),
-        (
-            lambda score, b: score,
-            ValueError,
-            r"failed with TypeError: .*positional arguments.* It is called as score_mod\(score, batch",
-        ),
-        (lambda score, b, h, q, k: score + torch.rand(()), ValueError, r"failed .*randomness"),
-        (Biased().score_mod, ValueError, r"score_mod = Biased\.score_mod: reads bias with requires_grad=True"),
-        (lambda score, b, h, q, k: score + COORDS[b, q + 1, 0], ValueError, r"IndexError.*whole sequence of 40"),
-    ],
-    ids=[
-        "text",
-        "number",
-        "shape",
-        "mask",
-        "global",
-        "module",
-        "partial",
-        "if",
-        "arguments",
-        "random",
-        "method",
-        "short",
-    ],
-)
-def test_invalid_functions_are_refused_by_name(score_mod: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        attend(score_mod)
+INVALID: dict[str, Any] = {
+    r"<lambda>: returned 1\.0; it must return the score as a tensor": lambda score, b, h, q, k: 1.0,
+    r"returned shape \[4\] for one pair; .*index captured": lambda score, b, h, q, k: score + SLOPES,
+    r"returned torch\.bool; .*torch\.where\(mask, score": lambda score, b, h, q, k: k <= q,
+    r"reads LEARNED with requires_grad=True; .*detach": lambda score, b, h, q, k: score + LEARNED[h],
+    "score_mod = Learned: reads slopes with requires_grad=True": Learned(),
+    "reads argument 0 with requires_grad=True": functools.partial(lambda t, s, b, h, q, k: s + t[h], LEARNED),
+    r"failed .*torch\.where takes the place": lambda score, b, h, q, k: score if q >= k else -score,
+    r"failed with TypeError: .*positional arguments.* It is called as score_mod\(score, batch": lambda score, b: score,
+    "failed .*randomness": lambda score, b, h, q, k: score + torch.rand(()),
+    r"score_mod = Biased\.score_mod: reads bias with requires_grad=True": Biased().score_mod,
+    "IndexError.*whole sequence of 40": lambda score, b, h, q, k: score + COORDS[b, q + 1, 0],
+}
+
+
+@pytest.mark.parametrize("message", INVALID)
+def test_invalid_functions_are_refused_by_name(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attend(INVALID[message])
+
+
+def test_what_is_no_function() -> None:
+    message = r"score_mod = 'alibi': expected a function \(score, batch, head, q_idx, kv_idx\), or None"
+    with pytest.raises(TypeError, match=message):
+        attend("alibi")
 
 
 def test_a_tensor_of_the_closure_is_named() -> None:
@@ -335,22 +286,7 @@ def test_a_wrapper_with_the_attributes_of_another_function() -> None:
     assert not torch.allclose(attend(wrapper), attend(cap))
 
 
-def attend_with_gradients(score_mod: Any) -> list[Tensor]:
-    query, key, value, grad = make()
-    rows = [x.requires_grad_() for x in (query, key, value)]
-    out = dilated_attention(*rows, [None], [1], score_mod=score_mod)
-    return [out.detach(), *torch.autograd.grad(out, rows, grad)]
-
-
-def rebind(bias: Tensor) -> Tensor:
-    return bias + 1
-
-
-def change_in_place(bias: Tensor) -> Tensor:
-    return bias.mul_(2)
-
-
-@pytest.mark.parametrize("change", [rebind, change_in_place])
+@pytest.mark.parametrize("change", [lambda bias: bias + 1, lambda bias: bias.mul_(2)], ids=["rebind", "in place"])
 @pytest.mark.parametrize("is_nested", [False, True])
 def test_what_a_function_reads_must_stay_until_the_backward(change: Any, is_nested: bool) -> None:
     bias = torch.randn(HEADS)
@@ -358,10 +294,8 @@ def test_what_a_function_reads_must_stay_until_the_backward(change: Any, is_nest
     def add(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return torch.tanh(score + bias[head])
 
-    query, key, value, grad = make()
-    out = dilated_attention(
-        query.requires_grad_(), key, value, [None], [1], score_mod=(lambda *pair: add(*pair)) if is_nested else add
-    )
+    *rows, grad = (x.requires_grad_() for x in make())
+    out = attend((lambda *pair: add(*pair)) if is_nested else add, rows)
     bias = change(bias)
     with pytest.raises(RuntimeError, match=r"bias.* has changed since the forward"):
         out.backward(grad)
@@ -371,21 +305,17 @@ def test_what_a_function_reads_must_stay_until_the_backward(change: Any, is_nest
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(name: str, use_reentrant: bool) -> None:
     score_mod = FUNCTIONS.get(name, lambda score, b, h, q, k: score * score)
-    query, key, value, grad = make()
-    rows = [x.requires_grad_() for x in (query, key, value)]
 
-    def block(*rows: Tensor) -> Tensor:
-        out: Tensor = dilated_attention(*(x * 2 for x in rows), [None], [1], score_mod=score_mod)
-        return out.sin()
+    def block(*rows: Tensor) -> Any:
+        return attend(score_mod, [x * 2 for x in rows]).sin()
 
     results = []
-    for out in (block(*rows), checkpoint(block, *rows, use_reentrant=use_reentrant)):
-        out.backward(grad)
+    for checkpointed in (block, functools.partial(checkpoint, block, use_reentrant=use_reentrant)):
+        *rows, grad = make()
+        out = checkpointed(*(x.requires_grad_() for x in rows))
+        out.backward(grad)  # torch.autograd.grad does not run with a reentrant checkpoint
         results.append([out.detach(), *(x.grad for x in rows)])
-        for x in rows:
-            x.grad = None
-    for got, wanted in zip(*results, strict=True):
-        assert torch.equal(got, wanted)
+    assert all(map(torch.equal, *results))
 
 
 def test_a_variable_without_a_value_yet() -> None:
@@ -452,12 +382,9 @@ def test_a_compiled_module_gives_the_same() -> None:
         out: Tensor = module(*rows, score_mod=FUNCTIONS["distance"]) * 2
         return out
 
-    plain, compiled = (f(query, key, value) for f in (call, torch.compile(call, backend="aot_eager")))
-    assert torch.equal(plain, compiled)
-    for ours, other in zip(
-        *(torch.autograd.grad(x, (query, key, value), grad_out) for x in (plain, compiled)), strict=True
-    ):
-        assert torch.equal(ours, other)
+    outs = [f(query, key, value) for f in (call, torch.compile(call, backend="aot_eager"))]
+    assert_near(*outs, 0)
+    assert_near(*(torch.autograd.grad(out, (query, key, value), grad_out) for out in outs), 0)
 
 
 def test_identities_are_of_code() -> None:
@@ -475,17 +402,11 @@ def applied(function: Any) -> Any:
     return lambda score, batch, head, q_idx, kv_idx: function(score)
 
 
-def test_identities_do_not_depend_on_the_process() -> None:
+def test_identities_do_not_depend_on_the_process(tmp_path: Path) -> None:
     """A set is a constant whose order depends on the seed of hashes."""
-    program = (
-        "from ring_backends.kernels.score_mod import identity; print(identity(lambda x: x in {'a', 'b', 'c', 'd'}))"
-    )
-    found = set()
-    for seed in ("1", "2", "3"):
-        run = subprocess.run(
-            [sys.executable, "-c", program], env=os.environ | {"PYTHONHASHSEED": seed}, check=True, capture_output=True
-        )
-        found.add(run.stdout)
+    imported = "from ring_backends.kernels.score_mod import identity"
+    program = ["-c", f"{imported}; print(identity(lambda x: x in {{'a', 'b', 'c', 'd'}}))"]
+    found = {output_of(program, tmp_path, environment(PYTHONHASHSEED=seed)) for seed in ("1", "2", "3")}
     assert len(found) == 1
 
 
@@ -500,30 +421,26 @@ def test_alibi_ignores_the_default_dtype() -> None:
     assert float(found) == -1001 / 256
 
 
-def other_functions(ring: Ring) -> Ended:
+def check_error(ring: Ring, score_mod: Any, error: type[Exception], message: str) -> None:
     rows = [ring.shard(x) for x in make()[:3]]
     module = native.RingDilatedAttention([None], [1], ring=ring)
-    function = FUNCTIONS["softcap" if ring.rank else "distance"]
-    return ending(lambda: module(*rows, score_mod=function, seq_len=LENGTH))
+    with pytest.raises(error, match=message):
+        module(*rows, score_mod=score_mod, seq_len=LENGTH)
 
 
-def test_different_functions_of_ranks_are_reported(pair: World) -> None:
-    for ended in pair.run(on_ring, other_functions):
-        ended.check(
-            RingMismatchError,
-            "score_mod (rank 0: distance.<locals>.score_mod #",
-            "rank 1: softcap.<locals>.score_mod #",
-        )
+def check_different_functions(ring: Ring) -> None:
+    names = r"rank 0: distance\.<locals>\.score_mod #.*rank 1: softcap\.<locals>\.score_mod #"
+    check_error(ring, FUNCTIONS["softcap" if ring.rank else "distance"], RingMismatchError, rf"score_mod \({names}")
 
 
-def one_that_fails(ring: Ring) -> Ended:
-    rows = [ring.shard(x) for x in make()[:3]]
-    module = native.RingDilatedAttention([None], [1], ring=ring)
-    short = COORDS[:, : LENGTH if ring.rank else 0]
-    return ending(lambda: module(*rows, score_mod=score_mods.distance(short, SLOPES), seq_len=LENGTH))
+def check_one_that_fails(ring: Ring) -> None:
+    score_mod = score_mods.distance(COORDS[:, : LENGTH if ring.rank else 0], SLOPES)
+    if ring.rank == 0:
+        check_error(ring, score_mod, ValueError, "failed with IndexError")
+    else:
+        check_error(ring, score_mod, RingMismatchError, "rank 0 refused its arguments with ValueError")
 
 
-def test_a_function_that_fails_on_one_rank_is_reported_on_all(pair: World) -> None:
-    first, second = pair.run(on_ring, one_that_fails)
-    first.check(ValueError, "failed with IndexError")
-    second.check(RingMismatchError, "rank 0 refused its arguments with ValueError")
+@pytest.mark.parametrize("check", [check_different_functions, check_one_that_fails])
+def test_errors_of_one_rank_are_reported_on_all(pair: World, check: Any) -> None:
+    pair.run(on_ring, check)

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from native_ranks import assert_near, native_ring, on_ring
+from native_ranks import assert_near, on_ring
 from torch import Tensor
 
 from ring_backends import DilatedPattern, Ring, RingMismatchError
 from ring_backends.adapters import native
 from ring_backends.testing.calls import expected
-from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.reference import reference_counts
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 from ring_backends.testing.world import World
@@ -30,12 +29,11 @@ def weights_of(ring: Ring, case: AttentionCase = CASE, positions: Any = CHOSEN) 
     query, key, _, _, mask = case.tensors()
     options = case.options()
     call = {"is_causal": options.pop("is_causal"), "seq_len": case.seq_len}
+    call |= {"sinks": case.sink_scores(), "score_mod": case.score_function()}
+    for name, marks in (("key_padding_mask", mask), ("document_ids", case.document_ids())):
+        call[name] = None if marks is None else ring.shard(marks)
     attention = native.RingDilatedAttention(**options, ring=ring)
-    marks = {"key_padding_mask": mask, "document_ids": case.document_ids()}
-    marks = {name: None if x is None else ring.shard(x) for name, x in marks.items()}
-    rows = ring.shard(query), ring.shard(key)
-    scores = {"sinks": case.sink_scores(), "score_mod": case.score_function()}
-    return attention_weights(attention, *rows, positions, **marks, **call, **scores)
+    return attention_weights(attention, ring.shard(query), ring.shard(key), positions, **call)
 
 
 def check(weights: Tensor, case: AttentionCase, positions: Any) -> None:
@@ -88,14 +86,13 @@ def test_weights_on_a_ring(pair: World, case: AttentionCase, layout: str) -> Non
         check(whole, case, CHOSEN)
 
 
-def ask_for_different_positions() -> Ended:
-    ring = native_ring()
-    return ending(lambda: weights_of(ring, positions=(ring.rank,)))
+def check_different_positions(ring: Ring) -> None:
+    with pytest.raises(RingMismatchError, match=r"positions \(rank 0: \[0\], rank 1: \[1\]\)"):
+        weights_of(ring, positions=(ring.rank,))
 
 
 def test_ranks_that_ask_for_different_positions_are_reported(pair: World) -> None:
-    for ended in pair.run(ask_for_different_positions):
-        ended.check(RingMismatchError, "positions (rank 0: [0], rank 1: [1])")
+    pair.run(on_ring, check_different_positions)
 
 
 def test_invalid_positions_are_refused() -> None:
@@ -116,16 +113,14 @@ def test_nan_reaches_only_dependent_rows_and_autocast_computes_in_fp32() -> None
     torch.testing.assert_close(under_autocast, clean, rtol=0.1, atol=0.02)
 
 
-def refuse_on_rank_0() -> Ended:
-    ring = native_ring()
+def check_refusal_on_rank_0(ring: Ring) -> None:
     weights_of(ring)
-    return ending(lambda: weights_of(ring, positions=CHOSEN if ring.rank else (99,)))
+    with pytest.raises(RingMismatchError if ring.rank else ValueError, match="positions has 99"):
+        weights_of(ring, positions=CHOSEN if ring.rank else (99,))
 
 
 def test_a_refusal_is_reported_to_the_other_rank(pair: World) -> None:
-    refused, other = pair.run(refuse_on_rank_0)
-    refused.check(ValueError)
-    other.check(RingMismatchError, "positions has 99")
+    pair.run(on_ring, check_refusal_on_rank_0)
 
 
 def test_pictures(tmp_path: Path) -> None:
