@@ -79,9 +79,7 @@ for number, options in enumerate(eval(sys.argv[2])):
 """
 
 
-def check_alone(
-    folder: Path, adapter: str, *options: Mapping[str, Any], environment: dict[str, str] | None = None
-) -> None:
+def check_alone(folder: Path, adapter: str, *options: Mapping[str, Any], environment: Any = None) -> None:
     """Check a process without a launcher. It attends without a process group, and trains with each of the options."""
     output_of(["-c", ALONE, adapter, repr(options)], folder, environment, timeout=120)
 

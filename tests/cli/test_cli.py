@@ -26,27 +26,29 @@ from ring_backends.ring.launch import RankFailedError, launch
 SMALL = "--seq-len 512 --embed-dim 32 --num-layers 1"
 
 
-def train(cwd: Path, arguments: str) -> tuple[dict[str, Any], str]:
-    """Run ``train``. Returns the content of the --json file, and the printed text."""
+def train(cwd: Path, arguments: str) -> Run:
     done = run(f"-m ring_backends train --json run.json {SMALL} {arguments}".split(), cwd)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    return json.loads((cwd / "run.json").read_text()), done.stdout
+    return json.loads((cwd / "run.json").read_text()), done.stdout, cwd
 
 
 def losses(result: dict[str, Any]) -> list[float]:
     return [step["loss"] for step in result["steps"]]
 
 
+Run = tuple[dict[str, Any], str, Path]
+"""The content of the --json file of ``train``, the printed text, and the folder."""
+
+
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return train(tmp_path_factory.mktemp("one"), "--steps 4")
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
-    cwd = tmp_path_factory.mktemp("two")
-    return *train(cwd, "--steps 2 --nproc-per-node 2 --save checkpoint.pt"), cwd
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train(tmp_path_factory.mktemp("two"), "--steps 2 --nproc-per-node 2 --save checkpoint.pt")
 
 
 ANOTHER_ERROR = pytest.mark.matrix(reason="another error")
@@ -170,8 +172,8 @@ def test_the_default_pattern_ends_with_the_whole_sequence_at_little_cost(seq_len
 # Training
 
 
-def test_training_learns_and_reports(one_rank: tuple[dict[str, Any], str]) -> None:
-    result, printed = one_rank
+def test_training_learns_and_reports(one_rank: Run) -> None:
+    result, printed, _ = one_rank
     assert [step["step"] for step in result["steps"]] == [1, 2, 3, 4]
     assert 5.3 < losses(result)[0] < 5.8
     assert losses(result)[-1] < losses(result)[0] - 0.2
@@ -189,9 +191,7 @@ def test_training_learns_and_reports(one_rank: tuple[dict[str, Any], str]) -> No
         assert reached in lines[-1]
 
 
-def test_two_ranks_train_as_one_and_use_the_ring(
-    one_rank: tuple[dict[str, Any], str], two_ranks: tuple[dict[str, Any], str, Path]
-) -> None:
+def test_two_ranks_train_as_one_and_use_the_ring(one_rank: Run, two_ranks: Run) -> None:
     result, printed, _ = two_ranks
     assert losses(result) == pytest.approx(losses(one_rank[0])[:2], abs=1e-3)
     assert len(result["bytes_sent"]) == len(result["peak_memory_bytes"]) == 2
@@ -201,24 +201,20 @@ def test_two_ranks_train_as_one_and_use_the_ring(
 
 
 @pytest.mark.matrix(reason="trains twice")
-def test_a_resumed_run_equals_an_uninterrupted_one(
-    one_rank: tuple[dict[str, Any], str], two_ranks: tuple[dict[str, Any], str, Path]
-) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(one_rank: Run, two_ranks: Run) -> None:
     stopped, _, cwd = two_ranks
     options = "--nproc-per-node 2 --save checkpoint.pt --resume --layout zigzag"
-    result, printed = train(cwd, f"--steps 4 {options}")
+    result, printed, _ = train(cwd, f"--steps 4 {options}")
     assert "resumed checkpoint.pt after step 2" in printed
     assert [step["step"] for step in result["steps"]] == [3, 4]
     assert losses(stopped) + losses(result) == pytest.approx(losses(one_rank[0]), abs=1e-3)
     assert result["evaluation_loss"] == pytest.approx(one_rank[0]["evaluation_loss"], abs=1e-3)
 
 
-def test_resuming_with_other_options_is_refused(
-    two_ranks: tuple[dict[str, Any], str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resuming_with_other_options_is_refused(two_ranks: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(two_ranks[2])
-    error = refused(f"train {SMALL} --save checkpoint.pt --resume --lr 0.5")
-    assert "--lr: lr = 0.5: the run that saved checkpoint.pt had 0.003" in error
+    message = r"--lr: lr = 0\.5: the run that saved checkpoint\.pt had 0\.003"
+    check_refusal(message, f"train {SMALL} --save checkpoint.pt --resume --lr 0.5")
 
 
 def test_lists_with_spaces_a_text_file_and_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,30 +254,25 @@ def test_info_shows_and_writes_everything(tmp_path: Path) -> None:
 # How ranks end
 
 
-def processes() -> dict[int, tuple[str, int]]:
-    """The state and the parent of each process, by its id, from /proc."""
+def running() -> dict[int, int]:
+    """The parent of each process that is not a zombie, by its id, from /proc."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # the process has just ended
             state, parent, *_ = stat.read_text().rpartition(")")[2].split()
-            found[int(stat.parent.name)] = state, int(parent)
+            if state != "Z":
+                found[int(stat.parent.name)] = int(parent)
     return found
 
 
-def children(pid: int) -> list[int]:
-    return [child for child, (_, parent) in processes().items() if parent == pid]
+def children(pid: int) -> set[int]:
+    return {child for child, parent in running().items() if parent == pid}
 
 
-def alive(pids: list[int]) -> list[int]:
-    """The processes that exist and are not zombies."""
-    running = {pid for pid, (state, _) in processes().items() if state != "Z"}
-    return [pid for pid in pids if pid in running]
-
-
-def wait_for_end(pids: list[int], seconds: float) -> None:
+def wait_for_end(pids: set[int], seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while alive(pids):
-        assert time.monotonic() < deadline, f"still alive: {alive(pids)}"
+    while alive := pids & running().keys():
+        assert time.monotonic() < deadline, f"still alive: {alive}"
         time.sleep(0.05)
 
 
@@ -307,7 +298,7 @@ def test_ctrl_c_ends_every_rank_with_one_message(started: Any) -> None:
     assert process.stdout.readline().startswith("native adapter")
     time.sleep(1.0)
     ranks = children(process.pid)
-    assert len(alive(ranks)) >= 2
+    assert len(ranks) >= 2
     os.killpg(process.pid, signal.SIGINT)
     asked = time.monotonic()
     _, errors = process.communicate(timeout=30)
@@ -342,16 +333,14 @@ def test_launch_gives_each_rank_its_environment(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("target", "arguments", "num_ranks", "status", "message"),
+    ("call", "status", "message"),
     [
-        (int, ("x",), 2, 2, "rank 0: invalid literal|rank 1: invalid literal"),
-        (os.abort, (), 1, 1, "SIGABRT ended the process"),
+        ((int, ("x",), 2), 2, "rank 0: invalid literal|rank 1: invalid literal"),
+        ((os.abort, (), 1), 1, "SIGABRT ended the process"),
     ],
     ids=["an error", "a death"],
 )
-def test_failures_of_a_rank_are_reported_once(
-    target: Any, arguments: tuple[Any, ...], num_ranks: int, status: int, message: str
-) -> None:
+def test_failures_of_a_rank_are_reported_once(call: Any, status: int, message: str) -> None:
     with pytest.raises(RankFailedError, match=message) as raised:
-        launch(target, arguments, num_ranks)
+        launch(*call)
     assert raised.value.failure.status == status
