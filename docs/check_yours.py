@@ -106,21 +106,14 @@ def check_torchscale() -> None:
     def offset(head: int, rate: int) -> int:
         return head // math.ceil(HEADS / rate)
 
-    def kernel(
-        q: Tensor, k: Tensor, v: Tensor, dropout: float, bias: object, scale: object, is_causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        return exact_kernel(q, k, v, is_causal)
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor]:
+        return exact_kernel(q, k, v, is_causal=bool(options[-1]))
 
     def module(branches: Sequence[tuple[int, int]], seq_parallel: bool = False) -> torch.nn.Module:
-        args = types.SimpleNamespace(
-            flash_attention=True,
-            segment_length=[length for length, _ in branches],
-            dilated_ratio=[rate for _, rate in branches],
-            seq_parallel=seq_parallel,
-            multiway=False,
-            xpos_rel_pos=False,
-            layernorm_eps=1e-5,
-        )
+        lengths, rates = zip(*branches, strict=True)
+        pattern = {"segment_length": lengths, "dilated_ratio": rates, "multiway": False, "xpos_rel_pos": False}
+        options = {"flash_attention": True, "seq_parallel": seq_parallel, "layernorm_eps": 1e-5}
+        args = types.SimpleNamespace(**pattern, **options)
         made = dilated_attention.DilatedAttention(args, HEADS * HEAD_DIM, HEADS, self_attention=True).double()
         for projection in (made.q_proj, made.k_proj, made.v_proj, made.out_proj):
             torch.nn.init.eye_(projection.weight)
@@ -188,15 +181,11 @@ def check_torchscale() -> None:
 
 
 def check_dilated_attention_pytorch() -> None:
-    xformers, ops = types.ModuleType("xformers"), types.ModuleType("xformers.ops")
-    ops.LowerTriangularMask = type("LowerTriangularMask", (), {})
-    ops.AttentionOp = object
-
     def attention(query: Tensor, key: Tensor, value: Tensor, op: object, attn_bias: object) -> Tensor:
         return exact_kernel(query, key, value, attn_bias is not None)[0]
 
-    ops.memory_efficient_attention = attention
-    xformers.ops = ops
+    ops = types.SimpleNamespace(LowerTriangularMask=object, AttentionOp=object, memory_efficient_attention=attention)
+    xformers = types.SimpleNamespace(ops=ops)
     with mock.patch.dict(sys.modules, {"xformers": xformers, "xformers.ops": ops}):
         from dilated_attention_pytorch.dilated_attention import DilatedAttention
 

@@ -61,31 +61,14 @@ napoleon_custom_sections = [("Attributes", "params_style")]  # the default reads
 
 # References to names of other projects may stay unresolved: resolving them needs a network. References to names of this
 # project must resolve.
-_ELSEWHERE = (
-    "torch",
-    "collections",
-    "contextlib",
-    "datetime",
-    "types",
-    "os",
-    "pathlib",
-    "typing",
-    "typing_extensions",
-    "pytest",
-    "_pytest",  # the module in which pytest defines its public names
-)
+# _pytest is the module in which pytest defines its public names.
+_ELSEWHERE = r"(torch|collections|contextlib|datetime|types|os|pathlib|typing|typing_extensions|pytest|_pytest)\..*"
+_LITERALS = "HeadMode LayoutKind Offset Padding RingOrder RingSize"  # the docstrings list their values
 _SHORT = {
     *dir(builtins),
     *("Any", "Callable", "ClassVar", "Iterable", "Literal", "Mapping", "Path", "Sequence", "timedelta", "Unpack"),
     *("Dataset", "DeviceMesh", "DistributedSampler", "ModuleType", "PathLike", "ProcessGroup", "Tensor"),
-    *(
-        "HeadMode",
-        "LayoutKind",
-        "Offset",
-        "Padding",
-        "RingOrder",
-        "RingSize",
-    ),  # unions of literals; the docstrings list their values
+    *_LITERALS.split(),
 }
 _INTERNAL = (
     *("joining.Initialize", "longnet.model._Model", "ring.agreement.Agreement", "testing.capabilities.Test"),
@@ -93,7 +76,7 @@ _INTERNAL = (
     *("schedule.branch.BranchSchedule", "schedule.travel.Travel", "schedule.pattern.Positions"),
 )
 nitpick_ignore_regex = [
-    ("py:.*", rf"({'|'.join(_ELSEWHERE)})\..*"),
+    ("py:.*", _ELSEWHERE),
     ("py:.*", rf"({'|'.join(map(re.escape, sorted(_SHORT)))})"),
     ("py:.*", r"(dist|nn|torch)\..*|tuple\[.*"),
     ("py:.*", rf"ring_backends\.({'|'.join(map(re.escape, _INTERNAL))})"),
@@ -159,11 +142,8 @@ class TestedRuns(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         columns = ("date", "python", *TESTED, "passed", "skipped")
-        lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-        lines += [
-            f"| {' | '.join('-' if run[name] is None else str(run[name]) for name in columns)} |"
-            for run in recorded_runs()
-        ]
+        rows = [["-" if run[name] is None else str(run[name]) for name in columns] for run in recorded_runs()]
+        lines = [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)]
         return self.parse_text_to_nodes("\n".join(lines))
 
 

@@ -19,15 +19,8 @@ from ring_backends.integrations.transformers import IGNORED, register, shard_inp
 
 
 def make_model() -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-    )
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ring_dilated")
 
 

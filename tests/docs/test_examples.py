@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -28,9 +29,6 @@ SIZES = {
 FP32_TOLERANCE = 1e-4
 
 pytestmark = pytest.mark.matrix(reason="starts four processes per case; the harness tests training with every adapter")
-
-each_example = pytest.mark.parametrize("example", SIZES)
-each_framework = pytest.mark.parametrize("framework", FRAMEWORKS)
 
 
 def source(example: str, framework: str) -> str:
@@ -63,26 +61,24 @@ def train(example: str, framework: str, num_ranks: int, folder: Path) -> tuple[l
     return [*losses.values()], int(sent.replace(",", ""))
 
 
-@pytest.fixture(scope="module")
-def alone() -> dict[str, list[float]]:
-    """A cache of the losses of each example on one rank, without a launcher."""
-    return {}
+@cache
+def train_alone(example: str) -> list[float]:
+    """The losses of an example on one rank, without a launcher."""
+    with tempfile.TemporaryDirectory() as folder:
+        losses, sent = train(example, "native", 1, Path(folder))
+    assert sent == 0
+    return losses
 
 
-@each_framework
-@each_example
-def test_two_ranks_have_the_losses_of_one_rank(
-    example: str, framework: str, alone: dict[str, list[float]], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("example", SIZES)
+def test_two_ranks_have_the_losses_of_one_rank(example: str, framework: str, tmp_path: Path) -> None:
     reason = reason_to_skip(example, framework)
     if reason is not None:
         pytest.skip(reason)
-    if example not in alone:
-        alone[example], sent = train(example, "native", 1, tmp_path)
-        assert sent == 0
     losses, sent = train(example, framework, 2, tmp_path)
     assert losses[-1] < losses[0]
-    assert losses == pytest.approx(alone[example], abs=FP32_TOLERANCE)
+    assert losses == pytest.approx(train_alone(example), abs=FP32_TOLERANCE)
     assert sent > 0
 
 
