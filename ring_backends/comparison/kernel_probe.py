@@ -72,9 +72,9 @@ class _Branch:
         query, key, value, self.grad_out = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
         self.tile, self.inputs = Tile(0, lattice, lattice, tuple(range(HEADS)), CAUSAL), StepRows(query, key, value)
         stats, block = statistics_dtype(dtype), HeadBlock(slice(HEADS), slice(HEADS), (), Roles())
-        out, *grads = (Result(x, dtype=stats) for x in (query, query, key, value))
-        self.out = BlockOut(out, torch.empty(shape[:3], device=device, dtype=stats), block)
-        self.grads = BlockGrads(*grads, block)  # type: ignore[call-arg, arg-type]
+        lse = torch.empty(shape[:3], device=device, dtype=stats)
+        out, grad_query, grad_key, grad_value = (Result(x, dtype=stats) for x in (query, query, key, value))
+        self.out, self.grads = BlockOut(out, lse, block), BlockGrads(grad_query, grad_key, grad_value, block)
 
     def calls(self, kernel: Kernel) -> tuple[Callable[[], None], Callable[[], None]]:
         """The forward and backward with a kernel. The backward takes the results so far."""
