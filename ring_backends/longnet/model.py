@@ -216,13 +216,7 @@ class LongNet(nn.Module):
         """
         ring = cast(Ring, cast(Layer, self.layers[0]).self_attn.attention.ring)
         with ring.report_refusals():
-            if caches is not None and not self._is_causal:
-                raise ValueError(f"caches is given: {type(self).__name__} is not causal; use a LongNetDecoder.")
-            if caches is not None and len(caches) != len(self.layers):
-                raise ValueError(
-                    f"caches has {len(caches)} caches and the model {len(self.layers)} layers; make them with "
-                    "new_caches()."
-                )
+            self._check_caches(caches)
             num_cached = None if caches is None or seq_len is not None else caches[0].seq_len
             x, whole_len = self._embed(x, ring, seq_len, num_cached)
         states, seq_len = [x], whole_len if num_cached is None else None
@@ -235,6 +229,14 @@ class LongNet(nn.Module):
         if self.output_projection is not None and not features_only:
             x = self.output_projection(x)
         return (x, states) if return_hidden_states else x
+
+    def _check_caches(self, caches: Sequence[KeyValueCache] | None) -> None:
+        if caches is not None and not self._is_causal:
+            raise ValueError(f"caches is given: {type(self).__name__} is not causal; use a LongNetDecoder.")
+        if caches is not None and len(caches) != len(self.layers):
+            raise ValueError(
+                f"caches has {len(caches)} caches and the model {len(self.layers)} layers; make them with new_caches()."
+            )
 
     def _embed(self, x: Tensor, ring: Ring, seq_len: int | None, num_cached: int | None) -> tuple[Tensor, int]:
         """Return the scaled embeddings with positions added, and the length of the sequence.
@@ -280,28 +282,39 @@ class LongNet(nn.Module):
         *,
         num_heads: int,
         attention: nn.Module,
+        scale_embedding: bool = False,
+        activation: str = "gelu",
+        layer_norm_eps: float = 1e-5,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **options: Any,
     ) -> _Model:
         """Make a model from a state_dict, whose names and shapes determine the sizes of the model.
 
         Args:
             state_dict: state_dict of torchscale's encoder or decoder alone, with names such as ``layers.0.…``.
+            num_heads, attention, scale_embedding, activation, layer_norm_eps: as in :class:`LongNet`.
+            device: device of the parameters.
             dtype: dtype of the parameters. None means that of the state_dict.
-            num_heads, attention: as in :class:`LongNet`.
-            options: scale_embedding, activation, layer_norm_eps and device, as in :class:`LongNet`.
 
         Raises:
             ValueError: the state_dict is not that of a LongNet, or the LongNet is not supported.
         """
         sizes = sizes_of(state_dict)
         dtype = dtype or state_dict["layers.0.self_attn.q_proj.weight"].dtype
-        model = cls(num_heads=num_heads, attention=attention, dtype=dtype, **sizes, **options)
+        sizes |= {"scale_embedding": scale_embedding, "activation": activation, "layer_norm_eps": layer_norm_eps}
+        model = cls(num_heads=num_heads, attention=attention, device=device, dtype=dtype, **sizes)
         load_parameters(model, state_dict)
         return model
 
     @classmethod
-    def from_torchscale(cls: type[_Model], module: nn.Module, attention: nn.Module, **options: Any) -> _Model:
+    def from_torchscale(
+        cls: type[_Model],
+        module: nn.Module,
+        attention: nn.Module,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> _Model:
         """Make a model from torchscale's, with a copy of its parameters and with what a state_dict does not show.
 
         These are the number of heads, the activation, the scale of embeddings and the epsilon of LayerNorm.
@@ -309,7 +322,8 @@ class LongNet(nn.Module):
         Args:
             module: torchscale's class of the same name.
             attention: as in :class:`LongNet`.
-            options: device and dtype of the parameters. Without a dtype, it is that of ``module``.
+            device: device of the parameters.
+            dtype: dtype of the parameters. None means that of ``module``.
 
         Raises:
             TypeError: ``module`` is of another class.
@@ -328,18 +342,20 @@ class LongNet(nn.Module):
             scale_embedding=published.embed_scale != 1,
             activation=published.args.activation_fn,
             layer_norm_eps=layer.final_layer_norm.eps,
-            **options,
+            device=device,
+            dtype=dtype,
         )
 
     @classmethod
     def from_checkpoint(
-        cls: type[_Model], path: str | os.PathLike[str], attention: nn.Module, **options: Any
+        cls: type[_Model],
+        path: str | os.PathLike[str],
+        attention: nn.Module,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> _Model:
         """Load the model from a file that ``ring-backends convert`` wrote.
-
-        Args:
-            attention: as in :class:`LongNet`.
-            options: device and dtype of the parameters. Without a dtype, it is that of the file.
 
         Raises:
             ValueError: the file has another format, holds another class, or was converted for another pattern.
@@ -358,8 +374,8 @@ class LongNet(nn.Module):
                     f"attention has {getattr(attention, 'pattern', None)}: {os.fspath(path)!r} was converted for "
                     f"{pattern}; make the attention with those arguments, or convert it again."
                 )
-        options |= {name: found[name] for name in OPTIONS}
-        return cls.from_state_dict(found["state_dict"], attention=attention, **options)
+        options = {name: found[name] for name in OPTIONS}
+        return cls.from_state_dict(found["state_dict"], attention=attention, device=device, dtype=dtype, **options)
 
 
 class LongNetEncoder(LongNet):
