@@ -411,6 +411,10 @@ class RingDilatedAttention(nn.Module, ABC):
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
+_ALONE = Ring()
+"""The ring of every call on a single device."""
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def dilated_attention(
     query: Tensor,
@@ -461,5 +465,5 @@ def dilated_attention(
     seed = draw_seed(dropout_seed, dropout_p)
     tensors = (query, key, value, key_padding_mask, document_ids, seed, sinks)
     inputs = AttentionInputs(*tensors, is_causal, None, return_lse, dropout_p, score_mod)
-    inputs, call = look_up(inputs, pattern, Ring(), check_scale(scale), kernel)
+    inputs, call = look_up(inputs, pattern, _ALONE, check_scale(scale), kernel)
     return attend(inputs, RingExecutor(call))

@@ -1,4 +1,7 @@
-"""Tiles with packed documents, dropout or a score_mod, where visibility depends on a query row and a key together.
+"""Runs a tile with its kernel, also with packed documents, dropout or a score_mod.
+
+With these, visibility or weights depend on a query row and a key together. A tile without them goes to the selected
+kernel as it is.
 
 With documents, a tile is cut at the ends of documents. A part within one document goes to the selected kernel. A part
 whose queries and keys have no document in common is skipped. A part with several documents goes to the math kernel. So
