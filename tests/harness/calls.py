@@ -85,11 +85,15 @@ class LocalCall:
         ring = self.attention.ring
         wanted = expected(replace(self.case, replica=ring.data_rank))
         rows = rows_of_ranks(self.case.seq_len, ring.size, ring.layout_kind)[ring.rank]
-        return Results(wanted.out[:, rows], wanted.lse[:, :, rows], *(x[:, rows] for x in wanted[2:5] if x is not None))
+        of_rows = {name: x[:, rows] for name, x in wanted.computed().items() if name not in ("lse", "grad_sinks")}
+        return wanted._replace(lse=wanted.lse[:, :, rows], **of_rows)
 
     def check(self, tolerance: float = FP64_TOLERANCE) -> None:
-        """Make the call, and compare its results with the reference."""
-        check_results(self.results(), self.expected(), tolerance, self.case)
+        """Make the call, and compare its results with the reference. Every rank of the ring does so."""
+        got, ring = self.results(), self.attention.ring
+        if got.grad_sinks is not None and ring.size > 1:  # each rank has the gradient by its rows
+            dist.all_reduce(got.grad_sinks, group=ring.group)
+        check_results(got, self.expected(), tolerance, self.case)
 
 
 def new_attention(adapter: str, ring: Ring | None, case: AttentionCase, **options: Any) -> Any:
