@@ -20,6 +20,7 @@ from ring_backends import dilated_attention
 from ring_backends.engine import call
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels import aten_cpu
+from ring_backends.kernels.base import split_scale
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.testing.calls import Results, expected, largest, local_call, plain, whole
@@ -291,6 +292,10 @@ def test_kernels_get_a_positive_scale(scale: float) -> None:
     with mock.patch.object(aten_cpu, "_MATH", None):
         results = single_device_results(case, kernel="aten_cpu_flash")
     check_exact(results, expected(case))
+
+
+def test_a_scale_that_is_0_in_fp32_counts_as_0() -> None:
+    assert split_scale(1e-45) == split_scale(0.0) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("autocast_dtype", [torch.bfloat16, torch.float16])

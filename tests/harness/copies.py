@@ -140,6 +140,7 @@ class CopyTests(AdapterSuite):
         twin.ring = call.attention.ring
         call_of_twin.check()
 
+    @requires("several rings per world")
     @on_every_rank
     def test_an_unpickled_ring_of_one_works(self) -> None:
         call = self.call(CASE, ONE)

@@ -86,9 +86,6 @@ LATER = {
 """Differences after agreed calls: (field, usual value, value on this rank), as the error names them."""
 
 
-HUNDREDS = 300
-
-
 UNSHARDED: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
     "dtype": ("dtype", lambda x: (x.int(), 8)),
     "sizes": ("sizes of the other dims", lambda x: (x[..., :1], 8)),

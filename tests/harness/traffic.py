@@ -213,8 +213,9 @@ class TrafficTests(AdapterSuite):
 
     @on_every_rank
     def test_a_forbidden_collective_is_an_error(self) -> None:
+        group = self.ring().group
         with no_collectives(), pytest.raises(AssertionError):
-            dist.all_reduce(torch.zeros(1), group=self.ring().group)
+            dist.all_reduce(torch.zeros(1), group=group)
 
     @core
     def test_gradients_in_bf16_on_the_wire(self, world: World) -> None:

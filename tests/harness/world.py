@@ -279,8 +279,9 @@ def on_every_rank(body: Test) -> Test:
     """Run the body of a test on every rank of the fixture ``world``.
 
     The test has to be a function at the top level of a module, or a method of a class there. Its arguments are sent to
-    the ranks, and so are the settings of an ``AdapterSuite``. pytest does not rewrite the assertions that ranks
-    execute, so each of them has to state its values.
+    the ranks. Of an ``AdapterSuite``, the ranks get ``adapter``, ``without`` and ``framework_options``, but no other
+    attribute and no method that a test class overrides. pytest does not rewrite the assertions that ranks execute, so
+    each of them has to state its values.
     """
 
     @functools.wraps(body)
@@ -289,7 +290,8 @@ def on_every_rank(body: Test) -> Test:
             world.run(test, *sent, arguments, timeout=max(240, world.call_timeout))
         else:  # on a rank
             *suite, received = sent
-            body(*suite, **received)
+            returned = body(*suite, **received)  # a generator would not have run
+            assert returned is None, f"{body.__qualname__} returned {returned!r}, expected None"
 
     signature, fixture = inspect.signature(body), inspect.Parameter("world", inspect.Parameter.KEYWORD_ONLY)
     vars(test)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), fixture])

@@ -134,14 +134,14 @@ def make_batch(numbers: Sequence[int], dtype: torch.dtype = torch.float64) -> tu
     return x, coords, padding_mask
 
 
-def embed_batch(model: Any, numbers: Sequence[int], all_layer_embed: bool = True) -> Any:
+def embed_batch(model: Any, numbers: Sequence[int], all_layer_embed: bool = True, alone: bool = False) -> Any:
     """Embeddings of slides and of tiles, and gradients as :func:`embed`, of a batch of :func:`make_batch`.
 
-    A model without a ring computes each slide by itself, without padding.
+    With ``alone``, a model without a ring computes each slide by itself, without padding.
     """
     x, coords, padding_mask = make_batch(numbers, model.cls_token.dtype)
     x.requires_grad_()
-    if "forward" not in vars(model):
+    if alone:
         of_slides = [
             own_tiles(model, x[[i]][:, k], coords[[i]][:, k], all_layer_embed) for i, k in enumerate(~padding_mask)
         ]
@@ -168,8 +168,9 @@ def own_tiles(model: Any, x: Tensor, coords: Tensor, all_layer_embed: bool) -> t
 def by_own_code(function: Callable[..., Any], *args: Any, exact: bool = True, **options: Any) -> Any:
     """``function(model, *args)`` by GigaPath's own code on one process. ``options`` are those of the model."""
     model = make_model(**options)
+    alone = {"alone": True} if function is embed_batch else {}
     with own_code(model, exact):
-        return function(model, *args)
+        return function(model, *args, **alone)
 
 
 def here(function: Callable[..., Any], rings: RingSpec | None, layout: str, *args: Any, **options: Any) -> Any:
