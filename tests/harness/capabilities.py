@@ -115,7 +115,7 @@ class AdapterSuite:
     def call(
         self, case: AttentionCase, rings: RingSpec = FOUR, layout: LayoutKind = "contiguous", **options: Any
     ) -> LocalCall:
-        """On a rank: its call on a cached ring, as of :func:`call_here`."""
+        """On a rank: its call on a cached ring, as of ``ring_backends.testing.calls.call_here``."""
         return call_here(self.adapter, case, rings, layout, **options)
 
     def new_call(
