@@ -119,5 +119,5 @@ class SpreadGrads:
                 elif parcel in self._own:
                     torch._foreach_add_(list(self._own[parcel]), list(arrived))
                 else:
-                    key, value = (grad.to(self._sum_format.dtype) for grad in arrived)
+                    key, value = (grad.to(self._sum_format.dtype, copy=True) for grad in arrived)  # frees the buffer
                     self._own[parcel] = key, value
