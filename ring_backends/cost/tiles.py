@@ -10,8 +10,9 @@ rows of the farthest one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -95,7 +96,12 @@ class TileCounts:
         alike = first[~is_same & (lengths[first] == lengths[second])]
         return saved.index_add_(0, pieces.rank[alike], _distinct(branch.rows_of_pieces, branch.heads_at)[alike])
 
-    def _filling(self, branch: BranchSchedule) -> tuple[Tensor, Tensor, Tensor]:
+    @cached_property
+    def _filling(self) -> Callable[[BranchSchedule], tuple[Tensor, Tensor, Tensor]]:
+        """As :meth:`_find_filling`, once for each branch."""
+        return cache(self._find_filling)
+
+    def _find_filling(self, branch: BranchSchedule) -> tuple[Tensor, Tensor, Tensor]:
         """Pairs of pieces that fill both chunks of a rank and may share a tile.
 
         Returns:

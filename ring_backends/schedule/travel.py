@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import groupby
 from operator import itemgetter
 
 import torch
@@ -67,12 +68,12 @@ class Travel:
         if sum(self._rows_with_keys(index, rows) for index, rows in received.items()) > limit:
             return {}
         reach = {index: self.branches[index].longest_reach for index in received}
-        trees = {index: [(tree.cost(reach[index]), tree) for tree in spreads(reach[index])] for index in received}
-        for slowest in sorted({cost for of_branch in trees.values() for cost, _ in of_branch}):
-            for index, rows in received.items():
-                fast = [(tree, self._buffer_rows(index, tree, rows)) for cost, tree in trees[index] if cost <= slowest]
-                if fast:
-                    found[index] = min(fast, key=itemgetter(1))
+        trees = [(tree.cost(reach[index]), index, tree) for index in received for tree in spreads(reach[index])]
+        for _, as_slow in groupby(sorted(trees, key=itemgetter(0)), key=itemgetter(0)):
+            for _, index, tree in as_slow:
+                rows = self._buffer_rows(index, tree, received[index])
+                if index not in found or rows < found[index][1]:
+                    found[index] = tree, rows
             if len(found) == len(received) and sum(rows for _, rows in found.values()) <= limit:
                 return found
         return {}
