@@ -104,6 +104,7 @@ class Agreement:
     _num_modules: int = 0
     _num_waits: int = 0
     _waiting: Wait | None = None
+    _ending: Any = field(default_factory=threading.Lock)
     _latest: deque[Call] = field(default_factory=lambda: deque(maxlen=64))
     _failure: str | None = None
     _report: Report | None = None
@@ -287,7 +288,8 @@ class Agreement:
         try:
             yield wait
         finally:
-            self._waiting = before
+            with self._ending:
+                self._waiting = before
         if wait.is_ended:
             raise RuntimeError("a wait for a peer was ended")
 
@@ -304,16 +306,20 @@ class Agreement:
 
         Called from the watchdog's thread. The waiting thread does not use the store meanwhile.
         """
-        wait = self._waiting  # read it once: the waiting thread may finish at any moment
+        wait = self._waiting
         if wait is None or wait.is_ended:
             return
         # The host may also wait for the GPU, whose followed hops have deadlines of their own.
         is_late = wait.is_late() and not self._followed
         latest = list(self._latest)
-        if is_late or self._notices.peer_stopped(wait.call, latest, with_refusals=wait.ends_on_refusal):
+        if not is_late and not self._notices.peer_stopped(wait.call, latest, with_refusals=wait.ends_on_refusal):
+            return
+        with self._ending:
+            if self._waiting is not wait:  # it has finished meanwhile, so the connections that it used stay open
+                return
             wait.is_ended = True
             self._is_aborted |= wait.end == self.abort
-            wait.end()
+        wait.end()
 
     def peer_has_failed(self) -> bool:
         """Whether another rank has closed the ring, and this one has not."""

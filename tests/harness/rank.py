@@ -60,6 +60,12 @@ class Outcome:
         """The raised error's class name, without its module."""
         return self.error_types[0].rpartition(".")[2] if self.error_types else None
 
+    @property
+    def line(self) -> str:
+        """The outcome in one line, of at most 300 characters."""
+        what = self.status if self.error_type is None else f"raised {self.error_type}"
+        return f"rank {self.rank} {what}: {self.message}".partition("\n")[0][:300]
+
     def raised(self, error_class: type[BaseException]) -> bool:
         """Whether the rank raised an ``error_class`` or a subclass of it."""
         return _dotted(error_class) in self.error_types

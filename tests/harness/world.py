@@ -46,14 +46,17 @@ Ranks: TypeAlias = "Iterable[int] | None"
 
 
 class RanksFailedError(RuntimeError):
-    """A call did not return on every rank. The message describes every rank. ``outcomes`` has one outcome per rank."""
+    """A call did not return on every rank. ``outcomes`` has one outcome per rank.
+
+    The message has a line about every rank that failed, and then what each rank shows at length.
+    """
 
     def __init__(self, what: str, outcomes: list[Outcome]) -> None:
         self.outcomes = outcomes
         asked = [outcome for outcome in outcomes if outcome.status != "not asked"]
         failed = [outcome for outcome in asked if outcome.status != "returned"]
         header = f"{what} failed on {len(failed)} of {len(asked)} ranks"
-        super().__init__("\n".join([header, *map(str, asked)]))
+        super().__init__("\n".join([header, *(outcome.line for outcome in failed), *map(str, asked)]))
 
 
 class World:

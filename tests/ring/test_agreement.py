@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -180,6 +181,21 @@ def test_a_long_wait_ends_if_rank_0_made_another_call() -> None:
     with pytest.raises(RuntimeError, match="was ended"):
         wait()
     assert ended == [1]
+
+
+def test_a_wait_that_has_finished_is_not_ended() -> None:
+    """It finishes while the watchdog learns from the store that a rank has closed the ring."""
+    rank, wait = agreement(HashStore(), 0), contextlib.ExitStack()
+    ended: list[int] = []
+
+    def peer_stopped(*_: object, **__: object) -> bool:
+        wait.close()
+        return True
+
+    wait.enter_context(waiting_rank(rank, 8, ended))
+    with mock.patch.object(rank._notices, "peer_stopped", peer_stopped):
+        rank.end_vain_wait()
+    assert ended == []
 
 
 def test_the_refusal_of_an_earlier_call_is_named() -> None:

@@ -147,7 +147,7 @@ def test_an_error_shows_every_rank(pair):
     with pytest.raises(RanksFailedError) as failure:
         pair.run(fail_on_rank, 1)
     message = str(failure.value)
-    assert re.search(r"fail_on_rank failed on 1 of 2 ranks", message)
+    assert re.search(r"fail_on_rank failed on 1 of 2 ranks\nrank 1 raised RingMismatchError: .*wrong here", message)
     assert "--- rank 0 returned" in message
     assert "--- rank 1 raised RingMismatchError:\nTraceback" in message
     assert "rank one is wrong here" in message
