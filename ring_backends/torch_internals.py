@@ -54,10 +54,10 @@ def in_backward() -> bool:
 def has_values(tensor: Tensor) -> bool:
     """Whether a tensor holds numbers. A meta tensor and a FakeTensor have only a shape, a dtype and a device."""
     if type(tensor) is Tensor:
-        return tensor.device.type != "meta"
+        return not tensor.is_meta
     # If the module is not imported, there is no FakeTensor.
     fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ())
-    return tensor.device.type != "meta" and not isinstance(tensor, fake)
+    return not tensor.is_meta and not isinstance(tensor, fake)
 
 
 def mode_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
@@ -76,10 +76,13 @@ without_dispatch_modes: Callable[[], contextlib.AbstractContextManager[object]] 
 """Switches off the modes of this thread. Without the private function, the modes see what is called."""
 
 
+_NO_SPAN = contextlib.nullcontext()
+
+
 def span(name: str) -> contextlib.AbstractContextManager[object]:
     """Shows what is computed within it to torch.profiler, if that is running."""
     is_running = internal(torch._C._autograd, "_profiler_enabled", "a span of the profiler")()
-    return record_function(name) if is_running else contextlib.nullcontext()
+    return record_function(name) if is_running else _NO_SPAN
 
 
 def untraced(function: Callable[P, Result]) -> Callable[P, Result]:

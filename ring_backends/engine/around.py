@@ -99,7 +99,7 @@ class GradsAround:
         wire_dtype: the dtype in which they travel.
     """
 
-    def __init__(self, rows: StepRows, hops: Hops | None, *, sum_dtype: torch.dtype, wire_dtype: torch.dtype) -> None:
+    def __init__(self, rows: StepRows, hops: Hops, *, sum_dtype: torch.dtype, wire_dtype: torch.dtype) -> None:
         self._hops, self._device = hops, rows.key.device
         self._sum_format, self._wire_format = grad_format(rows, sum_dtype), grad_format(rows, wire_dtype)
         self._before: _Arriving | None = None
@@ -116,7 +116,7 @@ class GradsAround:
         """After the tiles of a step: add what arrives from the step before, and send the buffer of this step."""
         self.settle(passed_on)
         hop = incoming = None
-        if self._hops is not None and (step.grad_sends or step.grad_receives):
+        if step.grad_sends or step.grad_receives:
             incoming = WireBuffer.of(self._wire_format, step.grad_receives, self._device)
             outgoing = {}
             if passed_on is not None:

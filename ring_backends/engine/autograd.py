@@ -112,19 +112,16 @@ class _Attend(torch.autograd.Function):
         inputs = AttentionInputs.of(tensors, ctx.options)
         if ctx.read is not None:
             check_unchanged(ctx.options["score_mod"], ctx.read)
-        needed = dict(zip(TENSORS, ctx.needs_input_grad[2:], strict=True))
+        grad_sinks = None
         with torch.no_grad(), without_autocast(out.device):
             grads = ctx.executor.backward(inputs, out, lse, grad_out, ctx.call_number)
-            by_name = dict(zip(TENSORS, grads, strict=False))
-            if needed["sinks"] and inputs.sinks is not None:
-                by_name["sinks"] = _grad_of_sinks(inputs.sinks, out, lse, grad_out)
+            if inputs.sinks is not None and ctx.needs_input_grad[-1]:
+                grad_sinks = _grad_of_sinks(inputs.sinks, out, lse, grad_out)
+        grads = *grads, None, None, None, grad_sinks
         if torch.is_grad_enabled():
             depends_on = [x for x in (*inputs.tensors, grad_out) if x is not None]
-            by_name = {
-                name: _RefuseSecondDerivative.apply(grad, *depends_on)  # type: ignore[no-untyped-call]
-                for name, grad in by_name.items()
-            }
-        return None, None, *(by_name[name] if needed[name] else None for name in TENSORS)
+            grads = [None if x is None else _RefuseSecondDerivative.apply(x, *depends_on) for x in grads]  # type: ignore[no-untyped-call]
+        return None, None, *grads
 
 
 def _grad_of_sinks(sinks: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor) -> Tensor:

@@ -35,10 +35,9 @@ def backward(
         if inputs.key.dtype == torch.bfloat16 and call.grad_wire_dtype is not None:
             wire_dtype = call.grad_wire_dtype
         dtypes = {"sum_dtype": sum_dtype, "wire_dtype": wire_dtype}
-        key_grads = GradsAround(rows, hops, **dtypes)
-        keys = spread = spread_grads = None
+        keys = key_grads = passed_on = spread = spread_grads = None
         if hops is not None:
-            keys = KeysAround(plan, rows, hops)
+            keys, key_grads = KeysAround(plan, rows, hops), GradsAround(rows, hops, **dtypes)
         if hops is not None and plan.spread:
             spread, spread_grads = SpreadKeys(plan, rows, hops), SpreadGrads(plan, rows, hops, **dtypes)
         for index, (block, step) in enumerate(plan.steps):
@@ -47,7 +46,8 @@ def backward(
             arrived = None if keys is None else keys.advance(index)
             if step is block.steps[0]:
                 here, its_saved, block_grads = rows.block(block), saved.of(block), BlockGrads(*grads, block)
-            passed_on = key_grads.of_step(step)
+            if key_grads is not None:
+                passed_on = key_grads.of_step(step)
             tiles.backward_into(step.tiles, here, arrived, its_saved, block_grads, passed_on)
             del arrived  # frees the received buffer, as in forward()
             if spread_grads is not None:
@@ -57,10 +57,15 @@ def backward(
                 if index == plan.last_spread_step:
                     spread = None  # frees the received keys
                 spread_grads.advance(index)
-            key_grads.advance(index, step, passed_on, block_grads, ends_block=step is block.steps[-1])
+            ends_block = step is block.steps[-1]
+            if key_grads is not None:
+                key_grads.advance(index, step, passed_on, block_grads, ends_block=ends_block)
+            elif ends_block:
+                block_grads.finish()
         if spread_grads is not None and len(plan.blocks) == 1:
             spread_grads.finish(block_grads.sums)
-        key_grads.settle()
+        if key_grads is not None:
+            key_grads.settle()
         if spread_grads is not None and len(plan.blocks) > 1:  # the blocks are finished
             spread_grads.finish(Grads(*(result.tensor for result in grads)))
         sign, _ = split_scale(call.scale)

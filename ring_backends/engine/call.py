@@ -22,7 +22,7 @@ from ring_backends.engine.validation import check_documents, check_flag, check_l
 from ring_backends.kernels import Kernel, KernelInputs, select_kernel
 from ring_backends.kernels.choice import PROBE_VARIABLE
 from ring_backends.kernels.dropout import Dropout
-from ring_backends.kernels.score_mod import TranslatedScoreMod, check_score_mod, identity
+from ring_backends.kernels.score_mod import ScoreMod, TranslatedScoreMod, check_score_mod, identity
 from ring_backends.kernels.steps import StepKernel
 from ring_backends.kernels.triton_score_mod import UntranslatableError, translate
 from ring_backends.ring.calls import Configuration
@@ -157,7 +157,8 @@ def look_up(
     key = _key(inputs, settings) if isinstance(kernel, str) else None
     call = None if key is None else _calls.get(key)
     if call is not None:
-        _check_score_mod(inputs, call.layout)  # what it captures may have changed
+        if inputs.score_mod is not None:  # what it captures may have changed
+            _check_score_mod(inputs, inputs.score_mod, call.layout)
         device = inputs.query.device.type
         return (_cast(inputs) if torch.is_autocast_enabled(device) else inputs), call
     inputs, call = check_call(inputs, pattern, ring, scale, kernel)
@@ -175,8 +176,9 @@ def _with_translation(inputs: AttentionInputs, kernel: str) -> AttentionInputs:
 
     The code of a function does not say whether it has one, so each call finds out before its hops.
     """
-    needs_one = isinstance(inputs.query, Tensor) and (inputs.query.is_cuda or kernel == "triton_dilated")
-    if inputs.score_mod is None or not needs_one:
+    if inputs.score_mod is None or not isinstance(inputs.query, Tensor):
+        return inputs
+    if not inputs.query.is_cuda and kernel != "triton_dilated":
         return inputs
     try:
         return replace(inputs, score_mod=TranslatedScoreMod(inputs.score_mod, translate(inputs.score_mod)))
@@ -240,7 +242,8 @@ def check_call(
     check_sinks(inputs.sinks, query)
     check_documents(inputs.document_ids, pattern)
     layout = check_layout(query.shape[1], inputs.seq_len, ring)
-    _check_score_mod(inputs, layout)
+    if inputs.score_mod is not None:
+        _check_score_mod(inputs, inputs.score_mod, layout)
     schedule = _schedule(pattern, layout, query.shape[2], key.shape[2], inputs.is_causal)
     dropout = None
     if inputs.dropout_p and inputs.dropout_seed is not None:
@@ -260,12 +263,9 @@ def check_call(
     return inputs, AttentionCall(schedule, ring.rank, chosen, scale, dropout, in_place=in_place)
 
 
-def _check_score_mod(inputs: AttentionInputs, layout: SequenceLayout) -> None:
-    if inputs.score_mod is not None:
-        seq_len, needs_gradients = layout.seq_len, inputs.needs_gradients
-        given = inputs.score_mod
-        function = given.function if isinstance(given, TranslatedScoreMod) else given
-        check_score_mod(function, inputs.query, seq_len, needs_gradients=needs_gradients)
+def _check_score_mod(inputs: AttentionInputs, given: ScoreMod, layout: SequenceLayout) -> None:
+    function = given.function if isinstance(given, TranslatedScoreMod) else given
+    check_score_mod(function, inputs.query, layout.seq_len, needs_gradients=inputs.needs_gradients)
 
 
 def kernels_of_call(

@@ -50,7 +50,8 @@ class AttentionInputs:
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The fields with tensors, in order: the tensor arguments of the autograd function and of operators."""
-        return tuple(getattr(self, name) for name in TENSORS)
+        marks = self.key_padding_mask, self.document_ids
+        return self.query, self.key, self.value, *marks, self.dropout_seed, self.sinks
 
     @property
     def options(self) -> dict[str, Any]:
@@ -60,7 +61,7 @@ class AttentionInputs:
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None], options: Mapping[str, Any]) -> AttentionInputs:
         """Make the inputs from their :attr:`tensors` and :attr:`options`."""
-        return cls(**dict(zip(TENSORS, tensors, strict=True)), **options)  # type: ignore[arg-type]
+        return cls(*tensors, **options)  # type: ignore[arg-type]
 
     @property
     def needs_gradients(self) -> bool:

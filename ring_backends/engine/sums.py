@@ -197,6 +197,5 @@ def _sums(result: Tensor, block: HeadBlock, others: Sequence[tuple[DilatedRows, 
     sums = torch.empty_like(result, dtype=dtype) if is_separate else result
     if not block.roles.is_opened:
         return sums.zero_()
-    _, *added = others or [()]
-    fill_rows([(sums, rows) for side in added for rows in side], 0.0)
+    fill_rows([(sums, rows) for side in others[1:] for rows in side], 0.0)
     return sums

@@ -22,7 +22,6 @@ from ring_backends.kernels.gather_rows import gather, gather_all, gather_into, g
 from ring_backends.kernels.merge import statistics_dtype
 from ring_backends.kernels.score_mod import PairScores, ScoreMod
 from ring_backends.kernels.steps import StepKernel, StepRows, parcel_key_words, parcel_positions
-from ring_backends.schedule.bands import ANTICAUSAL
 from ring_backends.schedule.rank_plan import HeadBlock, ParcelRows, Tile
 from ring_backends.schedule.rows import DilatedRows
 from ring_backends.torch_internals import mode_of, span
@@ -121,8 +120,8 @@ class TileRunner:
         self, tile: Tile, here: StepRows, arrived: WireBuffer | None, out: Tensor, lse: Tensor, grad_out: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute dQ, dK and dV of one tile from the global ``out``, ``lse`` and ``grad_out`` of the block's heads."""
-        of_queries = {"grad_out": grad_out, "out": out, "lse": lse}
-        inputs, rows = self._inputs_of(tile, here, arrived, of_queries)
+        of_queries = ("grad_out", grad_out), ("out", out), ("lse", lse)
+        inputs, rows = self._inputs_of(tile, here, arrived, *of_queries)
         grads = pairwise.backward(self.kernel, inputs, *rows)
         if self._reverses(tile):
             grads = grads[0].flip(2), grads[1].flip(2), grads[2].flip(2)
@@ -134,7 +133,7 @@ class TileRunner:
 
     def _reverses(self, tile: Tile) -> bool:
         """Whether the kernel gets the rows of an anticausal tile in reverse order, in which it is causal."""
-        return tile.band == ANTICAUSAL and not self.kernel.takes_bands
+        return tile.is_anticausal and not self.kernel.takes_bands
 
     def _groups(self, tiles: Sequence[Tile], block: HeadBlock) -> Iterable[tuple[Kernel, Sequence[Tile]]]:
         """Split the tiles of a step by their kernel, and for kernels of steps by whether their results have sums."""
@@ -162,22 +161,16 @@ class TileRunner:
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def _inputs_of(
-        self, tile: Tile, here: StepRows, arrived: WireBuffer | None, of_queries: Mapping[str, Tensor] | None = None
+        self, tile: Tile, here: StepRows, arrived: WireBuffer | None, *of_queries: tuple[str, Tensor]
     ) -> tuple[TileInputs, list[Tensor]]:
         """The inputs of a kernel, and the rows of further tensors ``of_queries``.
 
         If the heads do not share the streams evenly, every query head gets a key/value head of its own.
         """
-        inputs, others = self._gathered_inputs(tile, here, arrived, of_queries or {})
-        return (inputs.reversed(), [x.flip(2) for x in others]) if self._reverses(tile) else (inputs, others)
-
-    def _gathered_inputs(
-        self, tile: Tile, here: StepRows, arrived: WireBuffer | None, of_queries: Mapping[str, Tensor]
-    ) -> tuple[TileInputs, list[Tensor]]:
-        in_place = self._reverses(tile)  # reversed rows are copies
+        reverses = in_place = self._reverses(tile)  # reversed rows are copies
         queries, keys = tile.queries, tile.keys
         parts = [("query", here.query, queries)]
-        parts += [(name, tensor, queries) for name, tensor in of_queries.items()]
+        parts += [(name, tensor, queries) for name, tensor in of_queries]
         marks = words = None
         if isinstance(keys, DilatedRows):
             parts += [("key", here.key, keys), ("value", here.value, keys)]
@@ -205,23 +198,28 @@ class TileRunner:
             scores = None if here.score_mod is None else _pair_scores(here, tile, here.score_mod)
             rule = PairRule(documents, key_documents, here.dropout, query_words, words, scores)
         band = None if tile.is_causal else tile.band
-        return TileInputs(query, key, value, self.scale, tile.is_causal, marks, band, rule), others
+        inputs = TileInputs(query, key, value, self.scale, tile.is_causal, marks, band, rule)
+        return (inputs.reversed(), [x.flip(2) for x in others]) if reverses else (inputs, others)
 
     def _gather(self, parts: Sequence[tuple[str, Tensor, DilatedRows]], *, in_place: bool) -> list[Tensor]:
-        """Gather rows, or with ``in_place`` view them if possible. They are valid until the next rows of that name."""
+        """Gather rows, or with ``in_place`` view them if possible. They are valid until the next rows of that name.
+
+        A kernel that prefers contiguous rows gets a view if they are few, contiguous, or those of out, read once.
+        """
         if self.kernel.prefers_contiguous and not in_place:
-            return [self._contiguous(*part) for part in parts]
+            gathered = []
+            for name, tensor, rows in parts:
+                view = row_view(tensor, rows, None if name == "out" else MIN_COPY_BYTES)
+                gathered.append(self._copied(name, tensor, rows) if view is None else view)
+            return gathered
         tensors = [(tensor, rows) for _, tensor, rows in parts]
         if in_place or not self.kernel.gathers_rows_outermost:
             return gather_all(tensors)
         # The kernel reads any strides of the others.
         return gather_all(tensors, rows_outermost=True, dense=[name in ("out", "grad_out") for name, *_ in parts])
 
-    def _contiguous(self, name: str, tensor: Tensor, rows: DilatedRows) -> Tensor:
-        """The rows in memory that all tiles use; in place if they are few, contiguous, or those of out, read once."""
-        view = row_view(tensor, rows, None if name == "out" else MIN_COPY_BYTES)
-        if view is not None:
-            return view
+    def _copied(self, name: str, tensor: Tensor, rows: DilatedRows) -> Tensor:
+        """The rows, in memory that all tiles use."""
         if name in self._gathered:
             held_tensor, held_rows, gathered = self._gathered[name]
             if held_tensor is tensor and held_rows == rows:

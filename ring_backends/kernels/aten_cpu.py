@@ -3,7 +3,7 @@
 The operator has these problems, for which this kernel has workarounds:
 
 - If the last dim of an input is not contiguous, the operator reads out of bounds, without an error.
-  :func:`unit_stride` copies such inputs.
+  :func:`readable` copies such inputs.
 - For a row whose keys are all masked, it returns LSE 0. :func:`~ring_backends.kernels.base.blank_rows` sets −inf.
 - A NaN or inf spreads to rows and keys that do not see it (0 × NaN). In fp16 and bf16, some of these rows have a finite
   output, but not a finite LSE. If a tile has fewer keys than a vector register has elements (16 with AVX-512), output
@@ -15,6 +15,7 @@ The operator has these problems, for which this kernel has workarounds:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ class AtenCpuFlashKernel(Kernel):
         if tile.key.shape[2] < _FEW_KEYS and not all_finite(tile.query, tile.key):
             return _MATH.forward(tile)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *map(unit_stride, tile.tensors),
+            *readable(tile.tensors, tile.query.dtype),
             0.0,
             tile.is_causal,
             attn_mask=key_bias(tile.key_mask, tile.query),
@@ -56,10 +57,12 @@ class AtenCpuFlashKernel(Kernel):
         if tile.key.shape[2] < _FEW_KEYS and not all_finite(*inputs):
             return _MATH.backward(tile, grad_out, out, lse)
         dtype = backward_dtype(tile.query.dtype)
-        converted = [unit_stride(x.to(dtype)) for x in inputs]
+        converted = readable(inputs, dtype)
+        if tile.key_mask is not None:  # without one, every row sees a key
+            lse = lse_for_backward(lse)
         grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *converted,
-            lse_for_backward(lse),
+            lse,
             0.0,
             tile.is_causal,
             attn_mask=key_bias(tile.key_mask, converted[1]),
@@ -75,16 +78,21 @@ def backward_dtype(dtype: torch.dtype) -> torch.dtype:
     dtype as in fp32: 7 times in bf16 with AVX2.
     """
     instructions = _HALF_INSTRUCTIONS.get(dtype)
+    if instructions is None:
+        return dtype
     cpu = torch.cpu.get_capabilities()
-    if instructions is None or cpu.get("architecture") != "x86_64" or any(cpu.get(name) for name in instructions):
+    if cpu.get("architecture") != "x86_64" or any(cpu.get(name) for name in instructions):
         return dtype
     return torch.float32
 
 
-def unit_stride(x: Tensor) -> Tensor:
-    """Return ``x`` if its last dim has stride 1, else a contiguous copy."""
+def readable(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The tensors in ``dtype``, with a last dim of stride 1: copies of those that are otherwise."""
     # contiguous() would keep the stride of a last dim of size 1.
-    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+    return [
+        x if x.dtype == dtype and x.stride(-1) == 1 else x.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        for x in tensors
+    ]
 
 
 def key_bias(key_mask: Tensor | None, query: Tensor) -> Tensor | None:
@@ -100,7 +108,7 @@ def all_finite(*tensors: Tensor) -> bool:
     if not has_values(tensors[0]):
         return True
     # Sums of fp16 overflow. With another dtype than its own, torch copies a tensor before it sums it.
-    first, *others = (x.sum(dtype=torch.float32) if x.dtype == torch.float16 else x.sum() for x in tensors)
+    total, *others = [x.sum(dtype=torch.float32) if x.dtype == torch.float16 else x.sum() for x in tensors]
     for other in others:
-        first = first + other
-    return math.isfinite(first.item())
+        total = total + other
+    return math.isfinite(total.item())

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -159,19 +160,19 @@ class TileInputs:
     rule: PairRule | None = None
 
     def __post_init__(self) -> None:  # the arguments of users were checked before
-        batch, num_heads, seq_q, head_dim = self.query.shape
-        num_kv_heads, seq_k = self.key.shape[1:3]
+        query, key, value = shapes = self.query.shape, self.key.shape, self.value.shape
+        batch, num_heads, seq_q, head_dim = query
+        _, num_kv_heads, seq_k, value_dim = value
         # The ATen CPU operator dereferences a null pointer if there is no key.
-        assert self.query.numel() > 0, f"empty query {tuple(self.query.shape)}"
-        assert self.key.numel() > 0, f"empty key {tuple(self.key.shape)}"
-        assert self.key.shape == (batch, num_kv_heads, seq_k, head_dim), (self.query.shape, self.key.shape)
-        assert self.value.shape[:3] == self.key.shape[:3], (self.key.shape, self.value.shape)
-        assert self.value.shape[3] > 0, self.value.shape
-        assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
+        assert 0 not in query, shapes
+        assert 0 not in value, shapes
+        assert key == (batch, num_kv_heads, seq_k, head_dim), shapes
+        assert value == (batch, num_kv_heads, seq_k, value_dim), shapes
+        assert num_heads % num_kv_heads == 0, shapes
         assert not self.is_causal or seq_q == seq_k, f"a causal tile is square, got {seq_q} x {seq_k}"
         if self.key_mask is not None:
             assert self.key_mask.dtype == torch.bool, self.key_mask.dtype
-            assert self.key_mask.shape == (batch, num_kv_heads, seq_k), (self.key_mask.shape, self.key.shape)
+            assert self.key_mask.shape == (batch, num_kv_heads, seq_k), (self.key_mask.shape, key)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -265,6 +266,7 @@ class Kernel(ABC):
         """
 
 
+@lru_cache
 def split_scale(scale: float) -> tuple[float, float]:
     """Split a factor on the scores into a sign for the queries (1, −1 or 0) and a positive factor for kernels.
 

@@ -63,12 +63,13 @@ class _RowLayouts(NamedTuple):
 
 def _layouts(tensor: Tensor, rows: DilatedRows) -> _RowLayouts:
     shape, stride = tensor.shape, tensor.stride()
-    found = rows.views.get((shape, stride))
-    if found is None:
+    try:
+        return rows.views[shape, stride]  # type: ignore[return-value]
+    except KeyError:
         if len(rows.views) >= MAX_LAYOUTS:
             rows.views.clear()
         found = rows.views[shape, stride] = _work_out(shape, stride, rows)
-    return found  # type: ignore[return-value]
+        return found
 
 
 def _work_out(shape: Sequence[int], strides: Sequence[int], rows: DilatedRows) -> _RowLayouts:
@@ -250,8 +251,10 @@ def whole(values: Tensor, rows: DilatedRows, shape: Sequence[int]) -> Tensor | N
         rows.views[shape] = is_whole
     if not is_whole:
         return None
-    by_rows = values.transpose(1, 2)
-    return by_rows.reshape(shape) if by_rows.is_contiguous() else None
+    _, heads, num_rows, width = values.shape
+    if values.stride() != (num_rows * heads * width, width, heads * width, 1):
+        return None
+    return values.as_strided(shape, (shape[1] * heads * width, heads * width, width, 1))
 
 
 def _move(moves: Sequence[tuple[Rows, int]]) -> None:

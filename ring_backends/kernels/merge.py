@@ -50,4 +50,4 @@ def merge_zero_value_(out: Tensor, lse: Tensor, score: Tensor | float) -> None:
 def weight_of(score: Tensor, lse: Tensor) -> Tensor:
     """The softmax weight exp(score − LSE) of keys with this score. It is 0 for −inf, also if the LSE is −inf."""
     # exp(−inf − lowest) is 0, but exp(−inf + inf) would be NaN.
-    return torch.exp(score - lse.clamp(min=torch.finfo(lse.dtype).min))
+    return (score - lse.clamp_min(torch.finfo(lse.dtype).min)).exp_()

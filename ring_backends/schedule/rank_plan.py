@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ring_backends.schedule.bands import CAUSAL, Band
+from ring_backends.schedule.bands import ANTICAUSAL, CAUSAL, Band
 from ring_backends.schedule.rows import DilatedRows
 from ring_backends.schedule.sums import BranchRows, Roles
 
@@ -125,10 +125,15 @@ class Tile:
     opens_queries: bool = False
     opens_keys: bool = False
 
-    @property
+    @cached_property
     def is_causal(self) -> bool:
         """Whether query row i sees the keys 0 … i, and there are as many queries as keys."""
         return self.band == CAUSAL and self.queries.rows == self.keys.rows
+
+    @cached_property
+    def is_anticausal(self) -> bool:
+        """Whether query row i sees the keys from i on."""
+        return self.band == ANTICAUSAL
 
     @property
     def parcels(self) -> tuple[Parcel, ...]:
