@@ -84,7 +84,6 @@ class TileCounts:
         """
         layout, pieces = self.schedule.layout, branch.pieces
         saved = self._zeros(torch.int64)
-        first, second, is_same = self._filling(branch)
         if layout.num_chunks > layout.ring_size:
             starts = layout.chunk_starts()
             lengths, begin = starts.diff(), -starts[:-1] % branch.segment_length
@@ -92,9 +91,15 @@ class TileCounts:
             adjoins = lengths[low] + begin[high] == begin[low] + full[low] * branch.segment_length
             are_single = (full[low] == 1) & (full[high] == 1)
             saved += of_full * ((full[low] > 0) & (full[high] > 0) & (adjoins | are_single))
-        lengths = pieces.stop - pieces.start
-        alike = first[~is_same & (lengths[first] == lengths[second])]
+        alike, _ = self._alike(branch)
         return saved.index_add_(0, pieces.rank[alike], _distinct(branch.rows_of_pieces, branch.heads_at)[alike])
+
+    def _alike(self, branch: BranchSchedule) -> tuple[Tensor, Tensor]:
+        """Pairs of pieces of two segments that share a tile: the indices of the first and the second, int64 [pairs]."""
+        first, second, is_same = self._filling(branch)
+        lengths = branch.pieces.stop - branch.pieces.start
+        are_alike = ~is_same & (lengths[first] == lengths[second])
+        return first[are_alike], second[are_alike]
 
     @cached_property
     def _filling(self) -> Callable[[BranchSchedule], tuple[Tensor, Tensor, Tensor]]:
@@ -199,8 +204,9 @@ class TileCounts:
         return self._by_rank(self.schedule.layout.chunk_ranks(), full.unsqueeze(1) * full_rows + tail_rows)
 
     def _largest_piece(self, branch: BranchSchedule) -> Tensor:
-        """Rows of one head in the longest piece of a crossing segment, by offset: int64 [ring size, offsets]."""
-        rows = self._rows_of_spans(branch)
+        """Rows of one head in the pieces of the largest tile, by offset: int64 [ring size, offsets]."""
+        rows, (first, second) = self._rows_of_spans(branch), self._alike(branch)
+        rows[second] += rows[first]
         rank = branch.pieces.rank.unsqueeze(1).expand_as(rows)
         largest = torch.zeros(self.schedule.layout.ring_size, rows.shape[1], dtype=torch.int64, device="cpu")
         return largest.scatter_reduce_(0, rank, rows, "amax")

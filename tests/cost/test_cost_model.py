@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ring_backends import DilatedPattern, RingSchedule, SequenceLayout
@@ -96,6 +96,7 @@ def test_bytes_flops_and_tokens_equal_those_of_the_schedule(case: AttentionCase,
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@example(case=AttentionCase(seq_len=32, segment_lengths=(16,), dilation_rates=(1,)), ring_size=2, kind="zigzag")
 @given(case=attention_cases(max_n=120), ring_size=st.integers(1, 9), kind=st.sampled_from(["contiguous", "zigzag"]))
 def test_tiles_and_links_equal_those_of_the_plans(case: AttentionCase, ring_size: int, kind: Any) -> None:
     """The tiles and hops of the model equal those of the plans that ranks execute."""
@@ -106,7 +107,7 @@ def test_tiles_and_links_equal_those_of_the_plans(case: AttentionCase, ring_size
     grads: Counter[int] = Counter()
     for rank in range(ring_size):
         own_pairs = own_rows = 0.0
-        own_tiles = 0
+        own_tiles = largest = 0
         plan = rank_plan(schedule, rank, batch=1, head_dim=case.head_dim, itemsize=8)
         for _, step in plan.steps:
             for tile in step.tiles:
@@ -115,6 +116,7 @@ def test_tiles_and_links_equal_those_of_the_plans(case: AttentionCase, ring_size
                     own_pairs += segments * heads * sum(len(seen_by(tile, row)) for row in range(rows))
                     own_rows += segments * heads * rows
                     own_tiles += 1
+                    largest = max(largest, 4 * (tile.queries.size + tile.keys.size))
             for counted, messages in ((keys, step.sends), (grads, step.grad_sends)):
                 counted[rank] += num_rows(messages)
         for hop in plan.spread:
@@ -122,6 +124,7 @@ def test_tiles_and_links_equal_those_of_the_plans(case: AttentionCase, ring_size
             grads[rank] += num_rows(hop.receives)
         assert (float(cost.tiles.own_pairs[rank]), float(cost.tiles.rows.own[rank])) == (own_pairs, own_rows)
         assert int(cost.tiles.num_tiles(travel)[0][rank]) == own_tiles
+        assert int(cost.tiles.largest_rows[rank]) >= largest
     assert travel.key_rows_sent.tolist() == [keys[rank] for rank in range(ring_size)]
     assert schedule.rows_received.tolist() == [grads[rank] for rank in range(ring_size)]
     everywhere = sum(2 * case.head_dim * 8 * (2 * keys[rank] + grads[rank]) for rank in range(ring_size))
