@@ -145,8 +145,7 @@ def _check_tensor(name: str, tensor: object, shape: str, width: int | None = Non
         raise TypeError(f"{name} = {tensor!r}: expected a floating-point tensor {shape}.")
     has_shape = tensor.dim() == shape.count(",") + 1 and width in (None, *tensor.shape[-1:])
     if not has_shape or not tensor.is_floating_point():
-        raise ValueError(
-            f"{name} is {tensor.dtype} {[*tensor.shape]}: expected floating point {shape}; convert it with .to()."
-        )
+        way_out = "convert it with .to()" if has_shape else "reshape it"
+        raise ValueError(f"{name} is {tensor.dtype} {[*tensor.shape]}: expected floating point {shape}; {way_out}.")
     if tensor.requires_grad:
         raise ValueError(f"{name} requires a gradient, which is not computed: pass {name}.detach().")

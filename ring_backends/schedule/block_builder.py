@@ -36,7 +36,10 @@ from ring_backends.schedule.travel import Travel
 
 @dataclass(frozen=True)
 class _Span:
-    """A piece of a segment, or several whole segments, on one rank. ``phase`` is its start relative to its segment."""
+    """A piece of a segment on one rank, or equally spaced segments: whole ones, or two pieces that lie alike.
+
+    ``phase`` is the start of the first relative to its segment.
+    """
 
     local_start: int
     phase: int
@@ -195,7 +198,7 @@ class BlockBuilder:
     def _local(self, branch: BranchSchedule, *, opens: bool) -> BranchRows:
         """Add the tiles with local keys, and return the branch's rows.
 
-        The queries and keys of a tile are the same whole segments, the same piece, or two pieces of one segment.
+        The queries and keys of a tile are the same whole segments, the same pieces, or two pieces of one segment.
 
         Args:
             opens: whether the tiles whose queries and keys are the same segments or piece are the first of their rows.

@@ -218,7 +218,7 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], error: type[Exceptio
         (torch.zeros(8, EMBED_DIM), {}, ValueError, r"x has shape \(8, 24\)"),
         (torch.zeros(1, 8, 5), {}, ValueError, r"x has shape \(1, 8, 5\): expected .* embed_dim = 24"),
         (torch.zeros(1, 8, EMBED_DIM).double(), {}, TypeError, r"x is torch\.float64: the parameters are"),
-        (torch.zeros(1, 8, EMBED_DIM), {"seq_len": 9}, ValueError, "x has 8 rows .* holds 9 of 9; pass the seq_len"),
+        (torch.zeros(1, 8, EMBED_DIM), {"seq_len": 9}, ValueError, "x has 8 rows .* holds 9 of 9; pass its part"),
         (torch.zeros(1, 8, EMBED_DIM), {"seq_len": 0}, ValueError, "seq_len = 0"),
     ],
 )
