@@ -24,6 +24,7 @@ Deadlines hold even if the store no longer answers, because every request to it 
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import math
@@ -157,6 +158,8 @@ class Agreement:
         self.check()
         timeout = self.timeout if timeout is None else timeout
         end = time.monotonic() + timeout.total_seconds()
+        if details:  # a later comparison must not see what the caller has changed since
+            details = copy.deepcopy(dict(details))
         call = Call(self._num_calls, configuration, direction, end, timeout, name, details, self.context)
         self._num_calls += 1
         self._latest.append(call)

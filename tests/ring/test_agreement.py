@@ -198,6 +198,20 @@ def test_a_wait_that_has_finished_is_not_ended() -> None:
     assert ended == []
 
 
+def test_lists_of_a_call_may_change_after_it() -> None:
+    """Rank 1 counts its next gradients in the list that its last call described."""
+    ranks, names = pair_on(HashStore()), [["weight"], ["weight"]]
+    ended: list[int] = []
+    for rank, own in zip(ranks, names, strict=True):
+        rank._agreed.add(Configuration({}).digest)
+        rank.begin(Configuration({}), details={"gradients": own})
+    names[1].append("bias")
+    with waiting_rank(ranks[0], 8, ended), waiting_rank(ranks[1], 8, ended):
+        for rank in ranks:
+            rank.end_vain_wait()
+    assert ended == []
+
+
 def test_the_refusal_of_an_earlier_call_is_named() -> None:
     """Rank 0 has made the refused call without a wait for rank 1, and waits in a later one."""
     ranks = pair_on(HashStore())
