@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ring_backends import Ring
-from ring_backends.testing.rings import TWO, RingSpec, ring_of
+from ring_backends.testing.rings import TWO, RingSpec, ring_here, ring_of
 from ring_backends.testing.world import World
 
 ADAPTER = "ring_backends.adapters.native"
@@ -33,10 +33,14 @@ def native_ring(layout: Any = "contiguous", rings: RingSpec = TWO, adapter: str 
 
 
 def on_ring(
-    function: Callable[..., Any], *args: Any, layout: Any = "contiguous", rings: RingSpec = TWO, **kwargs: Any
+    function: Any, *args: Any, layout: Any = "contiguous", rings: RingSpec = TWO, adapter: str = ADAPTER, **kwargs: Any
 ) -> Any:
-    """Call ``function(ring, *args, **kwargs)`` on a rank. Worlds run it: ``pair.run(on_ring, function, *args)``."""
-    return function(native_ring(layout, rings), *args, **kwargs)
+    """Call ``function(ring, *args, **kwargs)`` on a rank. Worlds run it: ``pair.run(on_ring, function, *args)``.
+
+    A rank without a ring returns None.
+    """
+    ring = ring_here(adapter, rings)
+    return None if ring is None else function(ring.with_layout(layout), *args, **kwargs)
 
 
 def assert_near(got: Any, right: Any, atol: float = 1e-10) -> None:

@@ -30,7 +30,7 @@ from ring_backends.testing.calls import expected, new_attention
 from ring_backends.testing.failing_calls import A_MOMENT, SHORT, Ended, ending
 from ring_backends.testing.marks import MORE_CASES
 from ring_backends.testing.reference import reference_attention, reference_counts
-from ring_backends.testing.rings import FOUR, LAYOUTS, THREE, TWO, RingSpec, new_ring, ring_here
+from ring_backends.testing.rings import FOUR, LAYOUTS, THREE, TWO, RingSpec, new_ring
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import RanksFailedError, World
 
@@ -47,6 +47,11 @@ def draw_cases(of_seed: int, number: int = 20, max_n: int = 60) -> list[Attentio
     return [case if i % 10 else replace(case, scale=0.0) for i, case in enumerate(cases)]
 
 
+def check_cases(ring: Ring | None, adapter: str, cases: list[AttentionCase]) -> None:
+    for case in cases:
+        check(case, new_attention(adapter, ring, case))
+
+
 def check(case: AttentionCase, module: Any) -> None:
     """Decode the sequence of a case in random steps after a prompt of random length."""
     ring, random_ = module.ring, random.Random(case.seed)
@@ -56,35 +61,23 @@ def check(case: AttentionCase, module: Any) -> None:
     cache = module.new_cache(random_.choice([None, case.seq_len]))
     scores = {"sinks": case.sink_scores(), "score_mod": case.score_function()}
     if prompt:
-        rows, ignored = (ring.shard(x[:, :prompt]) for x in tensors), None if mask is None else mask[:, :prompt]
-        ignored = None if ignored is None else ring.shard(ignored)
+        *rows, ignored = (None if x is None else ring.shard(x[:, :prompt]) for x in (*tensors, mask))
         out = module.prefill(*rows, cache, seq_len=prompt, key_padding_mask=ignored, **scores)
         assert_equal(out, ring.shard(right.out[:, :prompt]), case)
-    outs, lses, start = [right.out[:, :prompt]], [right.lse[:, :, :prompt]], prompt
+    start = prompt
     while start < case.seq_len:
         new = slice(start, start + random_.choice([1, 1, 1, random_.randint(2, 9), random_.randint(9, 30)]))
-        ignored = None if mask is None else mask[:, new]
-        rows = (x[:, new] for x in tensors)
-        out, lse = module.decode(*rows, cache, key_padding_mask=ignored, return_lse=True, **scores)
-        outs.append(out)
-        lses.append(lse)
-        start += out.shape[1]
+        *rows, ignored = (None if x is None else x[:, new] for x in (*tensors, mask))
+        found = module.decode(*rows, cache, key_padding_mask=ignored, return_lse=True, **scores)
+        assert_equal(found, (right.out[:, new], right.lse[:, :, new]), case)
+        start += found[0].shape[1]
     assert cache.seq_len == case.seq_len
     assert cache.num_rows <= -(-prompt // ring.size) + -(-(case.seq_len - prompt) // ring.size) + 1
-    assert_equal((torch.cat(outs, 1), torch.cat(lses, 2)), right[:2], case)
 
 
 @pytest.mark.parametrize("of_seed", range(3))
 def test_one_device(of_seed: int) -> None:
-    for case in draw_cases(of_seed):
-        check(case, new_attention(NATIVE, None, case))
-
-
-def check_here(adapter: str, spec: RingSpec, layout: Any, cases: list[AttentionCase]) -> None:
-    ring = ring_here(adapter, spec)
-    if ring is not None:
-        for case in cases:
-            check(case, new_attention(adapter, ring.with_layout(layout), case))
+    check_cases(None, NATIVE, draw_cases(of_seed))
 
 
 RINGS = [(NATIVE, *ring, 100 + 20 * i) for i, ring in enumerate(itertools.product((TWO, THREE, FOUR), LAYOUTS))]
@@ -97,18 +90,17 @@ CASES = [*(pytest.param(*case, marks=MORE_CASES) for case in RINGS[:-1]), RINGS[
 def test_rings(world: World, adapter: str, spec: RingSpec, layout: str, first: int) -> None:
     if reason := available_adapters()[adapter.rpartition(".")[2]]:
         pytest.skip(reason)
-    world.run(check_here, adapter, spec, layout, draw_cases(first))
+    world.run(on_ring, check_cases, adapter, draw_cases(first), layout=layout, rings=spec, adapter=adapter)
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3, 4])
 def test_the_rows_of_a_run(stride: int) -> None:
     run = Run(start=5, stride=stride, count=7, first=2)
     positions = [5 + stride * k for k in range(7)]
-    for begin in range(12):
-        for end in range(begin, 40):
-            for rate in range(1, 7):
-                wanted = [2 + k for k, u in enumerate(positions) if begin <= u < end and (u - begin) % rate == 0]
-                assert [*range(40)][run.rows(begin, end, rate)] == wanted
+    for begin, end, rate in itertools.product(range(12), range(40), range(1, 7)):
+        if begin <= end:
+            wanted = [2 + k for k, u in enumerate(positions) if begin <= u < end and (u - begin) % rate == 0]
+            assert [*range(40)][run.rows(begin, end, rate)] == wanted
 
 
 PATTERN = {"segment_lengths": [6, 32], "dilation_rates": [1, 3]}
@@ -210,12 +202,6 @@ WINDOWS = [
 ]
 
 
-def bounded_here() -> None:
-    ring = ring_here(NATIVE, THREE)
-    if ring is not None:
-        check_memory(ring.with_layout("zigzag"), WINDOWS[:1])
-
-
 def check_memory(ring: Ring, patterns: Any) -> None:
     """Decode 20 windows. At most one is held, in at most twice its memory.
 
@@ -233,9 +219,8 @@ def check_memory(ring: Ring, patterns: Any) -> None:
         most, reserved, outs = cache.num_rows, cache.nbytes, []
         assert max_len is None or reserved <= row_bytes(2 * (most + share))
         for position in range(prompt, prompt + new):
-            token = slice(position, position + 1)
-            step = (tensor[:, token] for tensor in sequence)
-            outs.append(module.decode(*step, cache, key_padding_mask=mask[:, token]))
+            *step, ignored = (x[:, position : position + 1] for x in (*sequence, mask))
+            outs.append(module.decode(*step, cache, key_padding_mask=ignored))
             most = max(most, cache.num_rows)
             assert cache.nbytes == reserved if max_len else cache.nbytes <= row_bytes(2 * most)
             assert most <= WINDOW
@@ -245,7 +230,7 @@ def check_memory(ring: Ring, patterns: Any) -> None:
 
 def test_memory_is_bounded(world: World) -> None:
     check_memory(Ring(), WINDOWS)
-    world.run(bounded_here)
+    world.run(on_ring, check_memory, WINDOWS[:1], layout="zigzag", rings=THREE)
 
 
 def test_rows_move_to_the_front_of_the_memory() -> None:
@@ -284,15 +269,9 @@ def test_what_is_forgotten(index: int) -> None:
         assert found[t] == first or max(rates) > 1
 
 
-def count_here(chunk: int) -> int:
-    ring = ring_here(NATIVE, THREE)
-    return 0 if ring is None else calls_of_a_chunk(ring, chunk)
-
-
 def calls_of_a_chunk(ring: Ring, chunk: int) -> int:
     """How often a step calls the kernel, after a prompt of a few windows."""
-    pattern = {"segment_lengths": [None], "dilation_rates": [1], "window_lengths": [16]}
-    module = native.RingDilatedAttention(**pattern, ring=ring, kernel="math")
+    module = native.RingDilatedAttention(**WINDOWS[0], ring=ring, kernel="math")
     cache, prompt, new = module.new_cache(), tokens(50, 1), tokens(chunk, 2)
     module.decode(*prompt, cache)
     with mock.patch.object(MathKernel, "forward", autospec=True, side_effect=MathKernel.forward) as forward:
@@ -303,7 +282,7 @@ def calls_of_a_chunk(ring: Ring, chunk: int) -> int:
 def test_tokens_of_a_step_share_kernel_calls(world: World) -> None:
     for chunk in (60, 240, 250):
         assert calls_of_a_chunk(Ring(), chunk) <= 8
-        assert max(world.run(count_here, chunk)) <= 12
+        assert max(filter(None, world.run(on_ring, calls_of_a_chunk, chunk, rings=THREE))) <= 12
 
 
 def test_a_step_reads_no_keys_before_the_window() -> None:
@@ -355,23 +334,13 @@ def test_a_batch_that_is_selected_after_tokens_are_forgotten() -> None:
     module, cache = attending(None, pattern)
     sequence = tokens(150, 1)
     mask = torch.rand(B, 150, generator=torch.Generator().manual_seed(1)) < 0.5
-    for start in range(0, 120, 10):
-        rows = slice(start, start + 10)
-        module.decode(*(tensor[:, rows] for tensor in sequence), cache, key_padding_mask=mask[:, rows])
-    cache.select_batch(order)
-    sequence, mask = [tensor[order] for tensor in sequence], mask[order]
-    for start in range(120, 150, 10):
-        rows = slice(start, start + 10)
-        out = module.decode(*(tensor[:, rows] for tensor in sequence), cache, key_padding_mask=mask[:, rows])
+    for start in range(0, 150, 10):
+        if start == 120:
+            cache.select_batch(order)
+            sequence, mask = [tensor[order] for tensor in sequence], mask[order]
+        *rows, ignored = (x[:, start : start + 10] for x in (*sequence, mask))
+        out = module.decode(*rows, cache, key_padding_mask=ignored)
     assert_equal(out, last_rows(sequence, 10, pattern, mask))
-
-
-def test_a_module_does_not_take_the_cache_of_another() -> None:
-    module, cache = attending()
-    module.decode(*tokens(1), cache)
-    other = copy.deepcopy(module)
-    with pytest.raises(ValueError, match="cache holds the keys of module 0, and this is module 0, copy 1"):
-        other.decode(*tokens(1), cache)
 
 
 @pytest.mark.parametrize(
@@ -414,9 +383,7 @@ INVALID: dict[str, Callable[[Any, Any], Any]] = {
     "ValueError: key has dtype = torch.float32, but the cache has torch.float64": (
         lambda m, c: m.decode(*tokens(1, dtype=torch.float32), c)
     ),
-    "ValueError: key has key/value heads = 4, but the cache has 2": (
-        lambda m, c: m.decode(tokens(1)[0], *(x.repeat(1, 1, 2, 1) for x in tokens(1)[1:]), c)
-    ),
+    "ValueError: key has key/value heads = 4, but the cache has 2": lambda m, c: m.decode(*[tokens(1)[0]] * 3, c),
     r"ValueError: dropout_p = 0.1: decoding has no dropout; call eval\(\)": (
         lambda m, c: native.RingDilatedAttention(**PATTERN, dropout_p=0.1, ring=m.ring).decode(*tokens(1), c)
     ),
@@ -426,14 +393,17 @@ INVALID: dict[str, Callable[[Any, Any], Any]] = {
     r"ValueError: cache was made for .*window_lengths=\(16,\)\), and this module has Dilated": (
         lambda m, c: m.decode(*tokens(1), attending(m.ring, WINDOWS[0])[1])
     ),
+    "ValueError: cache holds the keys of module 0, and this is module 0, copy 1": (
+        lambda m, c: copy.deepcopy(m).decode(*tokens(1), c)
+    ),
     "TypeError: cache = list": lambda m, c: m.decode(*tokens(1), []),
     "ValueError: seq_len = 5: the cache has 4 tokens": lambda m, c: c.truncate(5),
-    "ValueError: indices = .*2.*: expected at least one number from 0 to 1": lambda m, c: c.select_batch(
-        torch.tensor([2])
+    "ValueError: indices = .*2.*: expected at least one number from 0 to 1": (
+        lambda m, c: c.select_batch(torch.tensor([2]))
     ),
     r"TypeError: indices = \[0\]: expected a tensor": lambda m, c: c.select_batch([0]),
     "ValueError: cache has seq_len = 0: there is no batch yet": lambda m, c: m.new_cache().select_batch(
-        torch.tensor([0])
+        torch.arange(1)
     ),
     "ValueError: max_len = 0": lambda m, c: m.new_cache(max_len=0),
 }
@@ -461,14 +431,14 @@ def after_steps(number: int) -> tuple[Any, Any]:
 def unequal_here(what: str) -> Ended:
     """Rank 1 decodes something else than rank 0, on a new ring of two."""
     module, cache = after_steps(1)
-    other = module.ring.rank == 1
-    if what == "length" and other:
-        cache.truncate(8)
-    if what == "cache" and other:
-        cache.ring = Ring()
     if what == "edits":
-        cache.select_batch(torch.tensor([1, 0] if other else [0, 1]))
-    step = tokens(2 if what == "number" and other else 1, 5 if what == "tokens" and other else 2)
+        cache.select_batch(torch.tensor([0, 1]).roll(module.ring.rank))
+    what = what if module.ring.rank == 1 else ""
+    if what == "length":
+        cache.truncate(8)
+    if what == "cache":
+        cache.ring = Ring()
+    step = tokens(2 if what == "number" else 1, 5 if what == "tokens" else 2)
     return ending(lambda: module.decode(*step, cache))
 
 

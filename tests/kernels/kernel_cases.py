@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,11 +91,6 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def rows_outside(lse: Tensor) -> Tensor:
-    """The same LSE with its rows as the outermost dim in memory, like the LSE of the CPU operator."""
-    return lse.transpose(1, 2).contiguous().transpose(1, 2)
-
-
 @st.composite
 def bands(draw: st.DrawFn, max_rows: int = 33) -> tuple[int, int, Band]:
     """Numbers of queries and keys, and a band as kernels get it: trimmed, and neither full nor causal."""
@@ -105,8 +100,6 @@ def bands(draw: st.DrawFn, max_rows: int = 33) -> tuple[int, int, Band]:
     assume(below is None or above is None or below + above >= 0)
     part = trimmed(range(seq_q), range(seq_k), Band(below, above))
     assume(part is not None and part.band is not None and (part.band != CAUSAL or len(part.queries) != len(part.keys)))
-    assert part is not None
-    assert part.band is not None
     return len(part.queries), len(part.keys), part.band
 
 
@@ -137,17 +130,13 @@ def cases(draw: st.DrawFn, *, head_dims: st.SearchStrategy[int], masks: bool = T
 def make_inputs(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """query, key, value and grad_out in ``dtype``, in contiguous memory, and the mask of all keys."""
     generator = torch.Generator().manual_seed(case.seed)
-    heads, seq_k = case.kv_heads * case.repeats, case.seq_k + case.seq_older
-
+    of_queries, of_keys = (case.kv_heads * case.repeats, case.seq_q), (case.kv_heads, case.seq_k + case.seq_older)
     value_dim = case.value_dim or case.head_dim
-
-    def normal(num_heads: int, seq: int, dim: int) -> Tensor:
-        x = torch.randn(case.batch, num_heads, seq, dim, generator=generator, dtype=torch.float64)
-        return x.to(dtype)
-
-    query, key = normal(heads, case.seq_q, case.head_dim), normal(case.kv_heads, seq_k, case.head_dim)
-    value, grad_out = normal(case.kv_heads, seq_k, value_dim), normal(heads, case.seq_q, value_dim)
-    key_mask = torch.rand(case.batch, case.kv_heads, seq_k, generator=generator) < 0.4
+    shapes = (*of_queries, case.head_dim), (*of_keys, case.head_dim), (*of_keys, value_dim), (*of_queries, value_dim)
+    query, key, value, grad_out = (
+        torch.randn(case.batch, *shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    )
+    key_mask = torch.rand(case.batch, *of_keys, generator=generator) < 0.4
     # Some rows see no key (first head), only keys of the older tile (last head), or no key at the start (causal).
     key_mask[0, 0] = True
     key_mask[-1, -1, : case.seq_k] = True
@@ -184,25 +173,20 @@ def dense(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: floa
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
-def dense_with_grads(
-    query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, hidden: Tensor, scale: float
-) -> dict[str, Tensor]:
-    leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+def dense_with_grads(tensors: Sequence[Tensor], hidden: Tensor, scale: float) -> dict[str, Tensor]:
+    *leaves, grad_out = (x.detach().requires_grad_() for x in tensors)
     out, lse = dense(*leaves, hidden, scale)
     grads = torch.autograd.grad(out, leaves, grad_out)
     return dict(zip(NAMES, (out.detach(), lse.detach(), *grads), strict=True))
 
 
-def magnitudes(
-    query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, hidden: Tensor, scale: float
-) -> dict[str, float]:
+def magnitudes(tensors: Sequence[Tensor], lse: Tensor, hidden: Tensor, scale: float) -> dict[str, float]:
     """The magnitude of the terms that each result sums. Rounding errors are relative to it."""
+    query, key, value, grad_out = tensors
     repeats = query.shape[1] // key.shape[1]
-    q, do = query.abs(), grad_out.abs()
-    k, v = (x.abs().repeat_interleave(repeats, 1) for x in (key, value))
-    _, lse = dense(query, key, value, hidden, scale)
-    signed = query @ key.repeat_interleave(repeats, 1).transpose(-1, -2) * scale
-    p = torch.exp(signed - lse.unsqueeze(-1)).masked_fill(hidden, 0.0)
+    key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
+    p = torch.exp(query @ key.transpose(-1, -2) * scale - lse.unsqueeze(-1)).masked_fill(hidden, 0.0)
+    q, k, v, do = (x.abs() for x in (query, key, value, grad_out))
     ds = p * (do @ v.transpose(-1, -2) + (do * (p @ v)).sum(-1, keepdim=True)) * scale
     return {
         "out": (p @ v).max().item(),
@@ -226,16 +210,10 @@ def tile_backward(
     return ds @ k, *(x.unflatten(1, (-1, repeats)).sum(2) for x in (dk, dv))
 
 
-def error(actual: Tensor, expected: Tensor) -> float:
-    """The largest deviation. It is infinite for another shape, and for an unexpected or missing NaN or infinity."""
-    return difference(actual.cpu(), expected)
-
-
-def run_tile(
-    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, **options: Any
-) -> tuple[Tensor, ...]:
-    """out, lse, dq, dk and dv of one tile that sees all keys."""
-    tile = TileInputs(query, key, value, **options)
+def run_tile(kernel: Kernel, tensors: Iterable[Tensor], **options: Any) -> tuple[Tensor, ...]:
+    """out, lse, dq, dk and dv of one tile: of queries, keys and values, and the gradient of out."""
+    *rows, grad_out = tensors
+    tile = TileInputs(*rows, **options)
     out, lse = kernel.forward(tile)
     return out, lse, *kernel.backward(tile, grad_out, out, lse)
 
@@ -252,7 +230,7 @@ def check_a_row_without_keys(kernel: Kernel, dtype: torch.dtype, tolerance: floa
     lse[:, :, 4] = 0.0
     wanted = kernel.backward(tile, grad_out, out, lse)
     assert (grads[0][:, :, 4] == 0).all()
-    assert max(map(error, grads, wanted)) < tolerance
+    assert max(map(difference, grads, wanted)) < tolerance
 
 
 def run_tiles(kernel: Kernel, case: Case, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
@@ -275,33 +253,35 @@ def run_tiles(kernel: Kernel, case: Case, dtype: torch.dtype, device: str) -> di
     shift = lse.masked_fill(lse == -torch.inf, 0.0)
     out = torch.stack([x.double() * torch.exp(y.double() - shift).unsqueeze(-1) for x, y in forwards]).sum(0)
 
-    given = LAYOUTS[case.layout](out.to(dtype)), rows_outside(lse.to(statistics_dtype(dtype)))
+    # Rows are the outermost dim of the LSE in memory, as of the CPU operator's.
+    given = LAYOUTS[case.layout](out.to(dtype)), LAYOUTS["heads inside"](lse.to(statistics_dtype(dtype)))
     grads = [widths.backward(kernel, tile, grad_out, *given) for tile in tiles]
     assert all(grad.dtype in (dtype, statistics_dtype(dtype)) for tile_grads in grads for grad in tile_grads)
     assert versions == [x._version for x in (query, key, value, grad_out, key_mask)], "the kernel modified an input"
     (dq1, *of_first), (dq2, *of_second) = grads
     of_keys = (torch.cat(pair, dim=2) for pair in zip(of_first, of_second, strict=True))
-    return dict(zip(NAMES, (out, lse, dq1.double() + dq2.double(), *of_keys), strict=True))
+    results = out, lse, dq1.double() + dq2.double(), *of_keys
+    return {name: x.cpu() for name, x in zip(NAMES, results, strict=True)}
 
 
 def check(kernel: Kernel, case: Case, dtype: torch.dtype, device: str = "cpu") -> None:
     *tensors, key_mask = make_inputs(case, dtype)
-    hidden = hidden_pairs(case, key_mask)
-    exact = [x.double() for x in tensors]
-    expected = dense_with_grads(*exact, hidden, case.scale)
+    how = {"hidden": hidden_pairs(case, key_mask), "scale": case.scale}
+    query, key, value, grad_out = exact = [x.double() for x in tensors]
+    expected = dense_with_grads(exact, **how)
     actual = run_tiles(kernel, case, dtype, device)
-    errors = {name: error(actual[name], expected[name]) for name in expected}
+    errors = {name: difference(actual[name], expected[name]) for name in expected}
     if dtype == torch.float64:
         limits = dict.fromkeys(expected, 1e-10)
     else:
-        plain = dense_with_grads(*tensors, hidden, case.scale)
+        plain = dense_with_grads(tensors, **how)
         # The backward receives a merged out that is rounded to dtype. The limits allow for this rounding.
-        rounded = actual["out"].cpu().to(dtype).double()
-        grads = tile_backward(exact[3], *exact[:3], rounded, expected["lse"], hidden, case.scale)
-        given = {name: error(grad, expected[name]) for name, grad in zip(("dq", "dk", "dv"), grads, strict=True)}
-        sizes = magnitudes(*exact, hidden, case.scale)
+        rounded = actual["out"].to(dtype).double()
+        grads = tile_backward(grad_out, query, key, value, rounded, expected["lse"], **how)
+        given = {name: difference(grad, expected[name]) for name, grad in zip(("dq", "dk", "dv"), grads, strict=True)}
+        sizes = magnitudes(exact, expected["lse"], **how)
         limits = {
-            name: 2.0 * error(plain[name], expected[name])
+            name: 2.0 * difference(plain[name], expected[name])
             + given.get(name, 0.0)
             + torch.finfo(dtype).eps * largest(expected[name])
             + 8.0 * torch.finfo(torch.float32).eps * sizes[name]

@@ -108,10 +108,10 @@ def test_a_row_that_sees_no_key_gives_exact_zeros_in_bf16() -> None:
 
 @interpreted
 def test_scores_of_a_whole_block_that_overflow() -> None:
-    query, key, value, grad_out = torch.randn(4, 1, 1, 24, 16, generator=torch.Generator().manual_seed(0))
-    query = torch.full_like(query, 40.0)
+    query, key, *_ = tensors = torch.randn(4, 1, 1, 24, 16, generator=torch.Generator().manual_seed(0))
+    query.fill_(40.0)
     key[:, :, :8], key[:, :, 8:] = -3e38 / 16, key[:, :, 8:] * 1e-2  # scores of the first block: -inf
-    by_kernel = [run_tile(kernel, query, key, value, grad_out, scale=1.0) for kernel in (KERNEL, MathKernel())]
+    by_kernel = [run_tile(kernel, tensors, scale=1.0) for kernel in (KERNEL, MathKernel())]
     torch.testing.assert_close(*by_kernel, rtol=1e-4, atol=1e-4)
 
 
@@ -135,11 +135,10 @@ def test_a_backward_reads_only_the_statistics_that_it_stored(
 
 @interpreted
 def test_a_row_that_sees_no_key_has_gradient_0_beside_nan() -> None:
-    query, key, value, grad_out = torch.randn(4, 1, 1, 4, 16, generator=torch.Generator().manual_seed(0))
-    value[:, :, 1] = float("nan")
+    tensors = torch.randn(4, 1, 1, 4, 16, generator=torch.Generator().manual_seed(0))
+    tensors[2, :, :, 1] = math.nan  # a value
     mask = torch.tensor([[[True, False, False, False]]])  # the first row is causal, and sees only the first key
-    options: dict[str, Any] = {"is_causal": True, "scale": 0.25, "key_mask": mask}
-    out, lse, grad_query, _, _ = run_tile(KERNEL, query, key, value, grad_out, **options)
+    out, lse, grad_query, _, _ = run_tile(KERNEL, tensors, is_causal=True, scale=0.25, key_mask=mask)
     assert lse[0, 0, 0] == float("-inf")
     assert out[:, :, 0].eq(0).all()
     assert grad_query[:, :, 0].eq(0).all()
@@ -147,9 +146,9 @@ def test_a_row_that_sees_no_key_has_gradient_0_beside_nan() -> None:
 
 @interpreted
 def test_an_infinite_key_that_weighs_nothing_has_gradient_0() -> None:
-    query, key, value, grad_out = torch.rand(4, 1, 1, 17, 16, generator=torch.Generator().manual_seed(0))
-    key[0, 0, 3, 0] = float("-inf")  # queries are positive, so its scores are -inf
-    *_, grad_key, grad_value = run_tile(KERNEL, query, key, value, grad_out, scale=0.25)
+    tensors = torch.rand(4, 1, 1, 17, 16, generator=torch.Generator().manual_seed(0))
+    tensors[1, 0, 0, 3, 0] = -math.inf  # a key; queries are positive, so its scores are -inf
+    *_, grad_key, grad_value = run_tile(KERNEL, tensors, scale=0.25)
     assert grad_key[0, 0, 3].eq(0).all()
     assert grad_value[0, 0, 3].eq(0).all()
 
