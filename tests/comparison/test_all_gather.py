@@ -52,9 +52,7 @@ def by_reference(case: AttentionCase) -> list[Tensor]:
     ],
     ids=str,
 )
-def test_the_fp64_values_of_compare_equal_the_reference(
-    monkeypatch: pytest.MonkeyPatch, case: AttentionCase, is_causal: bool
-) -> None:
+def test_the_fp64_values_of_compare_equal_the_reference(monkeypatch, case, is_causal):
     case = replace(case, is_causal=is_causal, dtype=torch.float64)
     *tensors, _ = case.tensors()
     branches = case.segment_lengths, case.dilation_rates, case.window_lengths
@@ -183,9 +181,7 @@ def collectives(case: AttentionCase) -> dict[str, Any]:
     ],
     ids=["dilated", "window"],
 )
-def test_all_gather_sends_only_needed_rows_and_states_the_bytes(
-    world: World, options: dict[str, Any], rows: int
-) -> None:
+def test_all_gather_sends_only_needed_rows_and_states_the_bytes(world, options, rows):
     gathered, reduced = rows * 2 * (2 * 4) * 2, rows * 2 * (2 * 4) * 4  # batch 2; K and V of 4; bf16 and fp32
     for found in world.run(collectives, replace(HALF, seq_len=16384, num_heads=4, **options)):
         assert found["all-gather"] == [gathered, gathered]

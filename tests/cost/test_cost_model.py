@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
@@ -20,6 +22,7 @@ from ring_backends.cost.hardware import Hardware
 from ring_backends.cost.model import RingCost, smallest_rings
 from ring_backends.cost.probe import slowest
 from ring_backends.ring.topology import topology_order
+from ring_backends.schedule.bands import Band
 from ring_backends.schedule.limits import limits_of
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.schedule.rank_plan import Message, Tile
@@ -32,18 +35,19 @@ PLAIN = Hardware(
 )
 
 
-def full(
-    seq_len: int, ring_size: int, *, causal: bool = False, heads: int = 2, kv_heads: int | None = None
-) -> RingCost:
+def cost_of(layout: SequenceLayout, branches: Any, heads: Any, *sizes: Any, causal: bool = False) -> RingCost:
+    """The cost of a pattern of LongNet. ``heads`` are (query heads, key/value heads), ``sizes`` those of RingCost."""
+    return RingCost(RingSchedule(DilatedPattern.longnet(*branches), layout, *heads, is_causal=causal), *sizes)
+
+
+def full(seq_len: int, ring_size: int, *, causal: bool = False, heads: Any = (2,)) -> RingCost:
     """Plain attention: one branch over the whole sequence, with head dim 4 and fp32."""
-    layout = SequenceLayout(seq_len, ring_size)
-    schedule = RingSchedule(DilatedPattern.longnet([seq_len], [1]), layout, heads, kv_heads, causal)
-    return RingCost(schedule, batch=1, head_dim=4, itemsize=4)
+    return cost_of(SequenceLayout(seq_len, ring_size), ([seq_len], [1]), heads, 1, 4, 4, causal=causal)
 
 
 def test_memory_of_one_device_by_hand() -> None:
     """16 tokens, 4 query heads, 2 key/value heads, head dim 4, fp32."""
-    cost = full(16, 1, heads=4, kv_heads=2)
+    cost = full(16, 1, heads=(4, 2))
     assert cost.tensor_bytes.tolist() == [16 * 4 * 4 * (4 * 4 + 4 * 2)]  # q, out, dq, dO; k, v, dk, dv
     assert cost.lse_bytes.tolist() == [16 * 4 * 4]
     assert cost.communication_bytes == 0
@@ -54,15 +58,14 @@ def test_memory_of_one_device_by_hand() -> None:
 
 def test_memory_of_a_ring_by_hand() -> None:
     """Two ranks hold half of these tensors each, and six buffers with 8 rows and 2 heads of K and V."""
-    cost = full(16, 2, heads=4, kv_heads=2)
+    cost = full(16, 2, heads=(4, 2))
     half = 8 * 4 * 4 * 24
     assert cost.communication_bytes == 6 * 8 * 2 * 2 * 4 * 4
     assert cost.memory_bytes.tolist() == [2 * half + 8 * 4 * 4 + cost.communication_bytes] * 2
 
 
 def test_half_precision_keeps_sums_of_two_blocks_in_fp32() -> None:
-    schedule = RingSchedule(DilatedPattern.longnet([16], [1]), SequenceLayout(16, 1), 2)
-    cost = RingCost(schedule, batch=3, head_dim=4, itemsize=2)
+    cost = replace(full(16, 1), batch=3, itemsize=2)
     assert cost.tensor_bytes.tolist() == [3 * 16 * 4 * 2 * 16]
     assert cost.lse_bytes.tolist() == [3 * 16 * 2 * 4]
     # The tile has 2 bytes per number. dq, dk and dv of one block of heads are summed with 4 bytes per number.
@@ -72,9 +75,8 @@ def test_half_precision_keeps_sums_of_two_blocks_in_fp32() -> None:
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize(("itemsize", "head_dim"), [(2, 128), (4, 64), (8, 32)])
 def test_buffers_of_long_hops_take_the_share_of_the_planner(itemsize: int, head_dim: int, device_type: str) -> None:
-    layout = SequenceLayout(2**22, 8)
-    schedule = RingSchedule(DilatedPattern.longnet([2**22], [1]), layout, 16, 4, True)
-    cost = RingCost(schedule, 2, head_dim, itemsize, device_type)
+    sizes = {"batch": 2, "head_dim": head_dim, "itemsize": itemsize, "device_type": device_type}
+    cost = replace(full(2**22, 8, causal=True, heads=(16, 4)), **sizes)
     share = limits_of(device_type).communication_share
     assert cost.communication_bytes == pytest.approx(share * int(cost.tensor_bytes.max()), rel=1e-6)
 
@@ -106,8 +108,7 @@ def test_tiles_and_links_equal_those_of_the_plans(case: AttentionCase, ring_size
     keys: Counter[int] = Counter()
     grads: Counter[int] = Counter()
     for rank in range(ring_size):
-        own_pairs = own_rows = 0.0
-        own_tiles = largest = 0
+        own_pairs = own_rows = own_tiles = largest = 0
         plan = rank_plan(schedule, rank, batch=1, head_dim=case.head_dim, itemsize=8)
         for _, step in plan.steps:
             for tile in step.tiles:
@@ -133,15 +134,12 @@ def test_tiles_and_links_equal_those_of_the_plans(case: AttentionCase, ring_size
 
 def seen_by(tile: Tile, row: int) -> range:
     """The key rows that a query row of a tile sees."""
-    first, stop = 0, tile.keys.rows
-    if tile.band is not None and tile.band.below is not None:
-        first = max(first, row - tile.band.below)
-    if tile.band is not None and tile.band.above is not None:
-        stop = min(stop, row + tile.band.above + 1)
-    return range(first, stop)
+    band, stop = tile.band or Band(), tile.keys.rows
+    first = 0 if band.below is None else max(0, row - band.below)
+    return range(first, stop if band.above is None else min(stop, row + band.above + 1))
 
 
-def num_rows(messages: tuple[Message, ...]) -> int:
+def num_rows(messages: Iterable[Message]) -> int:
     return sum(parcel.rows * parcel.num_streams for message in messages for parcel in message.parcels)
 
 
@@ -155,22 +153,20 @@ def test_bytes_of_spread_branches_between_hosts(case: AttentionCase, ring_size: 
         crossing = 0
         for rank in range(ring_size):
             plan = rank_plan(schedule, rank, batch=1, head_dim=1, itemsize=8)
-            messages = tuple(message for hop in plan.spread for message in hop.sends)
-            crossing += num_rows(tuple(message for message in messages if hosts[message.peer] != hosts[rank]))
+            messages = (message for hop in plan.spread for message in hop.sends)
+            crossing += num_rows(message for message in messages if hosts[message.peer] != hosts[rank])
         assert schedule.bytes_between_hosts(hosts, batch=1, head_dim=1, itemsize=8) == 3 * 2 * 8 * crossing
 
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize(("tokens", "ranks", "bytes_per_second"), [(10**9, 1024, 50e9), (2**20, 32, 400e9)])
-def test_sparse_branches_leave_a_gpu_busy(
-    tokens: int, ranks: int, bytes_per_second: float, layout: Any, backward: bool
-) -> None:
+def test_sparse_branches_leave_a_gpu_busy(tokens, ranks, bytes_per_second, layout, backward):
     """A hop takes 20 µs. The host takes 100 µs for each tile."""
     branches = [(2048, 1), (16384, 8), (131072, 64), (1048576, 512), (10**9, 65536)]
-    pattern = DilatedPattern.longnet(*zip(*(branch for branch in branches if branch[0] <= tokens), strict=True))
-    schedule = RingSchedule(pattern, SequenceLayout(tokens, ranks, layout), 16, is_causal=True)
-    cost, flops_per_second = RingCost(schedule, 1, 128, 2, "cuda"), 400e12
+    lengths_and_rates = zip(*(branch for branch in branches if branch[0] <= tokens), strict=True)
+    cost = cost_of(SequenceLayout(tokens, ranks, layout), lengths_and_rates, (16,), 1, 128, 2, "cuda", causal=True)
+    flops_per_second = 400e12
     gpu = Hardware(20e-6, bytes_per_second, flops_per_second, flops_per_second, tile_seconds=100e-6)
     computing = float(cost.flops(backward=backward).max()) / flops_per_second
     assert computing / cost.call_seconds(gpu, backward=backward) > 0.9
@@ -212,8 +208,7 @@ def test_seconds_of_a_ring_by_hand(overlap: float) -> None:
 
 
 def test_a_branch_within_each_shard_adds_no_waiting() -> None:
-    schedule = RingSchedule(DilatedPattern.longnet([25], [1]), SequenceLayout(100, 4), 2)
-    cost = RingCost(schedule, 1, 4, 4)
+    cost = cost_of(SequenceLayout(100, 4), ([25], [1]), (2,), 1, 4, 4)
     assert cost.communication_bytes == 0
     assert cost.seconds(PLAIN).tolist() == pytest.approx([2 * 25**2 * 16 / 1e9] * 4)
 
@@ -300,41 +295,27 @@ def test_the_choice_is_limited_to_given_sizes() -> None:
 def test_a_billion_tokens_on_4096_ranks() -> None:
     started = time.process_time()
     tokens = 10**9
-    pattern = DilatedPattern.longnet([2048, 16384, 2**20, tokens], [1, 8, 64, 4096])
-    schedule = RingSchedule(pattern, SequenceLayout(tokens, 4096, "zigzag"), 32, 8, True)
-    cost = RingCost(schedule, 1, 128, 2)
+    branches = [2048, 16384, 2**20, tokens], [1, 8, 64, 4096]
+    cost = cost_of(SequenceLayout(tokens, 4096, "zigzag"), branches, (32, 8), 1, 128, 2, causal=True)
     assert int(cost.tokens.sum()) == tokens
     assert int(cost.tensor_bytes.sum()) == tokens * 4 * 40 * 128 * 2
     assert len(cost.seconds(PLAIN, backward=True)) == 4096
     found = smallest_rings(cost, 80 * 10**9, PLAIN)
     assert found.fits is not None
     assert memory_of(cost, found.fits) <= 80 * 10**9 < memory_of(cost, found.fits - 1)
-    assert schedule.bytes_between_hosts([rank // 8 for rank in range(4096)], batch=1, head_dim=128, itemsize=2) > 0
+    hosts = [rank // 8 for rank in range(4096)]
+    assert cost.schedule.bytes_between_hosts(hosts, batch=1, head_dim=128, itemsize=2) > 0
     assert time.process_time() - started < 60
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [({"batch": 0}, "batch = 0"), ({"head_dim": -1}, "head_dim = -1"), ({"itemsize": 2.0}, "itemsize = 2.0")],
-)
-def test_costs_of_bad_sizes_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
-        RingCost(**{"schedule": full(4, 1).schedule, "batch": 1, "head_dim": 1, "itemsize": 4, **change})
+SIZES = {"batch": 0, "head_dim": -1, "itemsize": 2.0}
+CONSTANTS = {"latency_seconds": -1.0, "bytes_per_second": 0.0, "forward_flops_per_second": math.inf, "overlap": 1.5}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"latency_seconds": -1.0}, "latency_seconds = -1.0"),
-        ({"bytes_per_second": 0.0}, "bytes_per_second = 0.0"),
-        ({"forward_flops_per_second": float("inf")}, "forward_flops_per_second = inf"),
-        ({"overlap": 1.5}, "overlap = 1.5"),
-        ({"memory_bytes": "much"}, "memory_bytes = 'much'"),
-    ],
-)
-def test_bad_constants_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
-        replace(PLAIN, **change)
+@pytest.mark.parametrize(("name", "value"), [*SIZES.items(), *CONSTANTS.items(), ("memory_bytes", "much")])
+def test_bad_sizes_and_constants_are_refused(name: str, value: object) -> None:
+    with pytest.raises((ValueError, TypeError), match=re.escape(f"{name} = {value!r}")):
+        replace(full(4, 1) if name in SIZES else PLAIN, **{name: value})
 
 
 def test_constants_survive_a_json_round_trip() -> None:

@@ -140,9 +140,7 @@ def test_rounding_is_at_most_twice_that_of_plain_attention(part: int, case: Atte
 @in_parts(15)
 @settings(max_examples=10, deadline=None)
 @given(attention_cases(dtypes=[torch.float64], max_n=100), st.sampled_from([2, 3, 4, 1, 5, 7, 8, 13, 16]), layouts)
-def test_ring_equals_the_reference_and_sends_the_bytes_of_the_schedule(
-    part: int, case: AttentionCase, ring_size: int, layout: str
-) -> None:
+def test_ring_equals_the_reference_and_sends_the_bytes_of_the_schedule(part, case, ring_size, layout):
     actual, rings = thread_ring_results(case, ring_size, layout)
     check_exact(actual, expected(case))
     check_bytes(case, rings)
@@ -171,9 +169,7 @@ def check_bytes(case: AttentionCase, rings: list[ThreadRing]) -> None:
 @in_parts(8)
 @settings(max_examples=5, deadline=None)
 @given(case=attention_cases(dtypes=[torch.float64], max_n=60), ring_size=st.sampled_from([1, 2, 3, 4]), layout=layouts)
-def test_fine_cuts_of_heads_hops_and_tiles_equal_the_reference(
-    part: int, case: AttentionCase, ring_size: int, layout: str
-) -> None:
+def test_fine_cuts_of_heads_hops_and_tiles_equal_the_reference(part, case, ring_size, layout):
     with fine_cuts():
         actual, _ = thread_ring_results(case, ring_size, layout)
     check_exact(actual, expected(case))
@@ -211,9 +207,7 @@ def check_rounds_like(got: Results, case: AttentionCase, *others: Results) -> No
     message_cost=st.sampled_from([0.0, 0.3, 5.0]),
     cut=st.booleans(),
 )
-def test_spread_branches_equal_the_reference(
-    part: int, case: AttentionCase, ring_size: int, layout: str, message_cost: float, cut: bool
-) -> None:
+def test_spread_branches_equal_the_reference(part, case, ring_size, layout, message_cost, cut):
     with fine_cuts() if cut else contextlib.nullcontext(), every_branch_spread(message_cost):
         actual, rings = thread_ring_results(case, ring_size, layout)
         check_exact(actual, expected(case))
@@ -228,9 +222,7 @@ def test_spread_branches_equal_the_reference(
     layout=layouts,
     cut=st.booleans(),
 )
-def test_spread_branches_round_like_others(
-    part: int, case: AttentionCase, ring_size: int, layout: str, cut: bool
-) -> None:
+def test_spread_branches_round_like_others(part, case, ring_size, layout, cut):
     # One device has tiles with as many keys. The kernel rounds the LSE of such tiles more than that of small ones.
     alone = single_device_results(case)
     around, _ = thread_ring_results(case, ring_size, layout)

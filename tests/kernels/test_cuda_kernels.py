@@ -249,9 +249,7 @@ def test_a_band_is_at_most_three_windows() -> None:
         ("efficient", 1, 64, 1),
     ],
 )
-def test_tiles_beyond_the_limits_of_the_operators(
-    monkeypatch: pytest.MonkeyPatch, name: str, max_entries: int, max_offset: int, calls: int
-) -> None:
+def test_tiles_beyond_the_limits_of_the_operators(monkeypatch, name, max_entries, max_offset, calls):
     for module in (aten_cuda, aten_cudnn):
         monkeypatch.setattr(module, "MAX_ENTRIES", max_entries)
     monkeypatch.setattr(aten_cuda, "_MAX_OFFSET", max_offset)

@@ -112,9 +112,7 @@ STEP = {"needs_grad": False, "is_step": True}
     ],
     ids=str,
 )
-def test_cuda_prefers_what_the_gpu_can_run(
-    gpu_of: Setup, capability: tuple[int, int], gpu: dict[str, Any], inputs: dict[str, Any], expected: str
-) -> None:
+def test_cuda_prefers_what_the_gpu_can_run(gpu_of, capability, gpu, inputs, expected):
     gpu_of(capability, **gpu)
     assert select_kernel("auto", inputs_of(**inputs)).name == expected
 
@@ -161,9 +159,7 @@ def test_which_kernels_call_a_score_mod(gpu_of: Setup) -> None:
         (64, 512, "aten_cuda_efficient", ["aten_cuda_flash", "triton_dilated"]),
     ],
 )
-def test_values_of_another_width(
-    gpu_of: Setup, head_dim: int, value_dim: int, expected: str, refused: list[str]
-) -> None:
+def test_values_of_another_width(gpu_of, head_dim, value_dim, expected, refused):
     """Kernels that take one width get the wider one. The others take both."""
     gpu_of((9, 0))
     inputs = inputs_of(head_dim=head_dim, value_dim=value_dim)
@@ -338,9 +334,7 @@ IN_THE_SAME_LAUNCH = "^it computes key masks, documents, dropout and score_mods 
         ((7, 5), {"dtype": torch.float16}, "aten_cuda_efficient", "^the first .*; aten_cuda_flash cannot: it needs"),
     ],
 )
-def test_the_choice_in_words(
-    gpu_of: Setup, capability: tuple[int, int], inputs: dict[str, Any], expected: str, words: str
-) -> None:
+def test_the_choice_in_words(gpu_of, capability, inputs, expected, words):
     gpu_of(capability, triton=None)
     call = inputs_of(**inputs)
     name, why = explain_choice(call)

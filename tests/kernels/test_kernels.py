@@ -87,9 +87,7 @@ def test_a_nan_of_another_tile_stays_in_its_row(is_causal: bool) -> None:
 @pytest.mark.parametrize("scale", [0.4, 0.0])
 @pytest.mark.parametrize("length", [13, 100])  # the CPU kernel looks at the inputs of short tiles, else at the results
 @pytest.mark.parametrize("kernel", CPU_KERNELS, ids=kernel_id)
-def test_nan_and_inf_do_not_reach_rows_that_do_not_see_them(
-    kernel: Kernel, length: int, scale: float, poison: float
-) -> None:
+def test_nan_and_inf_do_not_reach_rows_that_do_not_see_them(kernel, length, scale, poison):
     query, key, value, grad_out, _ = make_inputs(Case(seq_q=length, seq_k=length, seq_older=0), torch.float32)
     key_mask = torch.zeros(key.shape[:-1], dtype=torch.bool)
     key_mask[:, :, 2] = True

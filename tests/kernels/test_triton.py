@@ -118,9 +118,7 @@ def test_scores_of_a_whole_block_that_overflow() -> None:
 @interpreted
 @pytest.mark.parametrize("options", [{}, {"masked": "random"}, {"documents": "some"}])
 @pytest.mark.parametrize("num_queries", [(16, 16), (64, 32), (64, 16)])
-def test_a_backward_reads_only_the_statistics_that_it_stored(
-    monkeypatch: pytest.MonkeyPatch, num_queries: tuple[int, int], options: dict[str, Any]
-) -> None:
+def test_a_backward_reads_only_the_statistics_that_it_stored(monkeypatch, num_queries, options):
     queries = dict(zip(("grad_query", "grad_key_value"), num_queries, strict=True))
     monkeypatch.setattr(
         triton_launch, "block_sizes", lambda name, *_, **__: triton_launch.Blocks(queries.get(name, 16), 8, 4, 1)

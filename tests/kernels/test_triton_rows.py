@@ -137,9 +137,7 @@ def test_gathered_rows_equal_indexing(case: RowsCase, other: RowsCase, dtype: to
     dtype=st.sampled_from([torch.float32, torch.float16]),
     value_dtype=st.sampled_from(DTYPES),
 )
-def test_scattered_rows_equal_indexing(
-    case: RowsCase, other: RowsCase, dtype: torch.dtype, value_dtype: torch.dtype
-) -> None:
+def test_scattered_rows_equal_indexing(case, other, dtype, value_dtype):
     stored, added = case.tensor(dtype), other.tensor(dtype)
     values, terms = case.values(value_dtype, 1), other.values(value_dtype, 1)
     expected_stored, expected_added = stored.clone(), added.clone()

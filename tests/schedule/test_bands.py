@@ -31,9 +31,7 @@ def parts_of(num_queries: int, num_keys: int, band: Band, max_rows: int) -> Iter
 
 @RANDOM
 @given(SIZES, SIZES, LIMITS, LIMITS)
-def test_trimming_leaves_the_rows_that_have_a_partner(
-    queries: int, keys: int, below: int | None, above: int | None
-) -> None:
+def test_trimming_leaves_the_rows_that_have_a_partner(queries, keys, below, above):
     assume(below is None or above is None or below + above >= 0)
     band = Band(below, above)
     seen = shown(queries, keys, band)
@@ -50,9 +48,7 @@ def test_trimming_leaves_the_rows_that_have_a_partner(
 
 @RANDOM
 @given(SIZES, SIZES, LIMITS, LIMITS, st.integers(1, 12))
-def test_parts_are_kernel_calls_that_cover_the_band_once(
-    queries: int, keys: int, below: int | None, above: int | None, max_rows: int
-) -> None:
+def test_parts_are_kernel_calls_that_cover_the_band_once(queries, keys, below, above, max_rows):
     assume(below is None or above is None or below + above >= 0)
     part = trimmed(range(queries), range(keys), Band(below, above))
     assume(part is not None and part.band is not None)
