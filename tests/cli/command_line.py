@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,16 @@ def start(arguments: Sequence[str], cwd: Path, env: dict[str, str] | None = None
         # Reset SIGINT: background jobs of a shell ignore Ctrl-C, and their child processes inherit this.
         preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
+
+
+def interrupt(process: subprocess.Popen[str]) -> str:
+    """Press Ctrl-C, and check that all ranks end with one message. Returns the output."""
+    os.killpg(process.pid, signal.SIGINT)
+    asked = time.monotonic()
+    printed, errors = process.communicate(timeout=30)  # ends when the last rank has closed its ends of the pipes
+    assert time.monotonic() - asked < 5
+    assert (process.returncode, errors) == (130, "ring-backends: interrupted.\n")
+    return printed
 
 
 def kill(process: subprocess.Popen[str]) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import stat
 import struct
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from native_ranks import ADAPTER as NATIVE
+from native_ranks import assert_near, on_ring
 from torch import Tensor
 
 from ring_backends.comparison import exact
@@ -22,20 +22,19 @@ from ring_backends.comparison.all_gather import AllGatherExecutor, all_gather_at
 from ring_backends.comparison.compare import TENSORS
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.ring.ring import Ring
-from ring_backends.schedule.layout import LayoutKind
 from ring_backends.schedule.pattern import DilatedPattern
-from ring_backends.testing.calls import expected
+from ring_backends.testing.calls import difference, expected
 from ring_backends.testing.fine_cuts import fine_cuts
 from ring_backends.testing.marks import matrix_but
-from ring_backends.testing.rings import FOUR, TWO, RingSpec, ring_of
+from ring_backends.testing.rings import FOUR, TWO
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import World
 
 
-def by_reference(case: AttentionCase) -> list[Tensor]:
+def by_reference(case: AttentionCase) -> dict[str, Tensor]:
     """out, dq, dk and dv of the dense reference."""
     out, _, *grads = expected(case).computed().values()
-    return [out, *grads]
+    return dict(zip(TENSORS, (out, *grads), strict=True))
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -59,26 +58,25 @@ def test_the_fp64_values_of_compare_equal_the_reference(monkeypatch, case, is_ca
     for query_rows in (512, 3):
         monkeypatch.setattr(exact, "_QUERY_ROWS", query_rows)
         got = exact.exact_attention(*(x[0] for x in tensors), *branches, is_causal=is_causal)
-        for what, ours, reference in zip(TENSORS, got, by_reference(case), strict=True):
-            assert (ours - reference[0]).abs().max() < 1e-13, what
+        wanted = {name: x[0] for name, x in by_reference(case).items()}
+        assert_near(dict(zip(TENSORS, got, strict=True)), wanted, 1e-13)
 
 
-def attend(ring: Ring, case: AttentionCase) -> tuple[AttentionInputs, list[Tensor]]:
+def attend(ring: Ring, case: AttentionCase) -> tuple[AttentionInputs, dict[str, Tensor]]:
     """This rank's inputs, and its out, dq, dk and dv of the all-gather method."""
     *tensors, grad_out, _ = case.tensors()
     leaves = [ring.shard(x).clone().requires_grad_() for x in tensors]
     sharded: dict[str, Any] = {"is_causal": case.is_causal, "seq_len": case.seq_len}
     out = all_gather_attention(*leaves, DilatedPattern(**case.pattern_options()), ring, **sharded)
     grads = torch.autograd.grad(out, leaves, ring.shard(grad_out))
-    return AttentionInputs(*leaves, **sharded), [out.detach(), *grads]
+    return AttentionInputs(*leaves, **sharded), dict(zip(TENSORS, (out.detach(), *grads), strict=True))
 
 
-def gathered(rings: RingSpec, layout: LayoutKind, cut: bool, case: AttentionCase) -> list[Tensor]:
+def gathered(ring: Ring, cut: bool, case: AttentionCase) -> dict[str, Tensor]:
     """out, dq, dk and dv of the all-gather method for the whole sequence. Every rank calls this."""
-    ring = ring_of(NATIVE, rings, layout)
     with fine_cuts() if cut else contextlib.nullcontext():
         _, results = attend(ring, case)
-    return [ring.unshard(x, seq_len=case.seq_len) for x in results]
+    return {name: ring.unshard(x, seq_len=case.seq_len) for name, x in results.items()}
 
 
 CASES = {
@@ -99,32 +97,28 @@ CASES = {
 
 QUICK = "nothing divides anything", "windows", "shorter than the ring"
 
-HOW_CUT: list[tuple[RingSpec, LayoutKind, bool]] = [
-    (TWO, "contiguous", False),
-    (FOUR, "zigzag", False),
-    (FOUR, "contiguous", True),
-]
 
-
+@pytest.mark.parametrize(
+    ("rings", "layout", "cut"),
+    [(TWO, "contiguous", False), (FOUR, "zigzag", False), (FOUR, "contiguous", True)],
+    ids=str,
+)
 @pytest.mark.parametrize("is_causal", matrix_but(True, of=(True, False)))
 @pytest.mark.parametrize("name", matrix_but(*QUICK, of=CASES))
-def test_all_gather_is_exact(world: World, name: str, is_causal: bool) -> None:
+def test_all_gather_is_exact(world, name, is_causal, rings, layout, cut):
     case = replace(CASES[name], is_causal=is_causal, batch=2, dtype=torch.float64)
-    wanted = by_reference(case)
-    for how in HOW_CUT:
-        for rank, got in enumerate(world.run(gathered, *how, case)):
-            for what, ours, reference in zip(TENSORS, got, wanted, strict=True):
-                assert (ours - reference).abs().max() < 1e-12, f"{what}, rank {rank} of {how}"
+    for got in world.run(on_ring, gathered, cut, case, rings=rings, layout=layout):
+        assert_near(got, by_reference(case), 1e-12)
 
 
 HALF = AttentionCase(256, (64, 256), (1, 2), batch=2, num_heads=2, num_kv_heads=2, is_causal=True, dtype=torch.bfloat16)
 
 
 def test_all_gather_sums_in_fp32(world: World) -> None:
-    got, *_ = world.run(gathered, FOUR, "contiguous", False, HALF)
-    for ours, reference in zip(got, by_reference(HALF), strict=True):
-        assert ours.dtype == torch.bfloat16
-        assert (ours.double() - reference).abs().max() < 2**-7 * reference.abs().max()
+    got, *_ = world.run(on_ring, gathered, False, HALF, rings=FOUR)
+    for name, reference in by_reference(HALF).items():
+        assert got[name].dtype == torch.bfloat16
+        assert difference(got[name], reference) < 2**-7 * reference.abs().max(), name
 
 
 def tcp_bytes_sent() -> int:
@@ -133,25 +127,18 @@ def tcp_bytes_sent() -> int:
     Linux counts them in ``struct tcp_info``: ``tcpi_bytes_sent``, followed by ``tcpi_bytes_retrans``.
     """
     total = 0
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            descriptor = os.dup(int(name))
-        except OSError:  # os.listdir() has closed this descriptor
-            continue
-        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            continue
-        with socket.socket(fileno=descriptor) as connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6):
-                information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                sent, sent_again = struct.unpack_from("QQ", information, 200)
-                total += sent - sent_again
+    for descriptor in Path("/proc/self/fd").iterdir():
+        if descriptor.is_socket():
+            with socket.socket(fileno=os.dup(int(descriptor.name))) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                    sent, sent_again = struct.unpack_from("QQ", information, 200)
+                    total += sent - sent_again
     return total
 
 
-def collectives(case: AttentionCase) -> dict[str, Any]:
+def collectives(ring: Ring, case: AttentionCase) -> dict[str, Any]:
     """The buffer bytes of each collective of a call, the stated bytes, and the sent bytes. Every rank calls this."""
-    ring = ring_of(NATIVE)
     dist.barrier()
     before = tcp_bytes_sent()
     with (
@@ -183,7 +170,7 @@ def collectives(case: AttentionCase) -> dict[str, Any]:
 )
 def test_all_gather_sends_only_needed_rows_and_states_the_bytes(world, options, rows):
     gathered, reduced = rows * 2 * (2 * 4) * 2, rows * 2 * (2 * 4) * 4  # batch 2; K and V of 4; bf16 and fp32
-    for found in world.run(collectives, replace(HALF, seq_len=16384, num_heads=4, **options)):
+    for found in world.run(on_ring, collectives, replace(HALF, seq_len=16384, num_heads=4, **options), rings=FOUR):
         assert found["all-gather"] == [gathered, gathered]
         assert found["reduce-scatter"] == [reduced]
         assert found["stated"] == {"forward": 3 * gathered, "backward": 3 * gathered + 2 * 3 * reduced}
@@ -192,6 +179,6 @@ def test_all_gather_sends_only_needed_rows_and_states_the_bytes(world, options, 
 
 
 def test_all_gather_calls_no_collective_where_no_branch_crosses(world: World) -> None:
-    for found in world.run(collectives, replace(HALF, seq_len=128, segment_lengths=(16, 32))):
+    for found in world.run(on_ring, collectives, replace(HALF, seq_len=128, segment_lengths=(16, 32)), rings=FOUR):
         assert found["all-gather"] == found["reduce-scatter"] == []
         assert found["stated"] == {"forward": 0, "backward": 0}

@@ -39,16 +39,14 @@ def plain_results(case: AttentionCase) -> Results:
     query, key, value, grad_out, mask = case.tensors()
     options = {name: case.options()[name] for name in ("is_causal", "head_mode", "offset")}
     pattern = (case.seq_len, case.num_heads, case.segment_lengths, case.dilation_rates)
-    counts = reference_counts(*pattern, **options, window_lengths=case.window_lengths)
+    counts = reference_counts(*pattern, **options, window_lengths=case.window_lengths).expand(case.batch, -1, -1, -1)
     phantoms = reference_phantom_counts(*pattern, **options) if case.padding == "zeros" else None
     leaves = [x.requires_grad_() for x in (query, key, value)]
 
     # Repeat a key that counts c times c times. Phantom keys are rows of zeros.
-    counts = counts.expand(case.batch, -1, -1, -1)
     if mask is not None:
         counts = counts.masked_fill(mask[:, None, None, :], 0)
-    ids = case.document_ids()
-    if ids is not None:
+    if (ids := case.document_ids()) is not None:
         counts = counts * ((ids[:, :, None] == ids[:, None, :]) & (ids[:, :, None] >= 0))[:, None]
     repeats = int(counts.max())
     seen = [counts > c for c in range(repeats)]
@@ -69,24 +67,26 @@ def plain_results(case: AttentionCase) -> Results:
     return Results(out.detach(), plain(case).lse, *grads)
 
 
+def module_options(case: AttentionCase) -> dict[str, Any]:
+    return {**case.pattern_options(), "scale": case.scale, "dropout_p": case.dropout_p}
+
+
 def single_device_results(case: AttentionCase, **more: Any) -> Results:
     def attend(*tensors: Tensor, seq_len: int, **options: Any) -> Any:
-        pattern = {**case.pattern_options(), "scale": case.scale, "dropout_p": case.dropout_p}
-        return dilated_attention(*tensors, **pattern, **options, **more)
+        return dilated_attention(*tensors, **module_options(case), **options, **more)
 
     return local_call("", Ring(), case, attention=attend).results()
 
 
-def thread_ring_results(case: AttentionCase, ring_size: int, layout: Any) -> tuple[Results, list[ThreadRing]]:
+def thread_ring_results(case: AttentionCase, ring_size: int, layout: Any) -> tuple[Results, tuple[ThreadRing, ...]]:
     """The whole results of a ring of threads, and its rings by rank, which have the traffic."""
 
     def attend(ring: ThreadRing) -> tuple[Results, ThreadRing]:
-        options = {**case.pattern_options(), "scale": case.scale, "dropout_p": case.dropout_p}
-        attention = ThreadRingDilatedAttention(ring=ring, **options)
+        attention = ThreadRingDilatedAttention(ring=ring, **module_options(case))
         return local_call("", ring, case, attention=attention).results(), ring
 
     results, rings = zip(*run_in_threads(ring_size, attend, layout=layout), strict=True)
-    return whole(results, case.seq_len, layout), list(rings)
+    return whole(results, case.seq_len, layout), rings
 
 
 def check_exact(actual: Results, exact: Results) -> None:
@@ -146,24 +146,14 @@ def test_ring_equals_the_reference_and_sends_the_bytes_of_the_schedule(part, cas
     check_bytes(case, rings)
 
 
-def check_bytes(case: AttentionCase, rings: list[ThreadRing]) -> None:
+def check_bytes(case: AttentionCase, rings: tuple[ThreadRing, ...]) -> None:
     """Check that the ranks have sent the bytes of the schedule in one forward and backward."""
+    sizes = {"batch": case.batch, "head_dim": case.head_dim, "value_dim": case.value_dim, "itemsize": 8}
+    sizes |= {"masked": case.masked is not None, "document_bytes": 0 if case.documents is None else 8}
     for ring in rings:
         schedule = case.schedule(ring.size, ring.layout_kind)
-        scheduled = sum(
-            schedule.wire_bytes(
-                ring.rank,
-                batch=case.batch,
-                head_dim=case.head_dim,
-                value_dim=case.value_dim,
-                itemsize=8,
-                backward=backward,
-                masked=case.masked is not None,
-                document_bytes=0 if case.documents is None else 8,
-            )
-            for backward in (False, True)
-        )
-        assert ring.traffic.bytes == scheduled
+        forward, backward = (schedule.wire_bytes(ring.rank, **sizes, backward=direction) for direction in (False, True))
+        assert ring.traffic.bytes == forward + backward
 
 
 @in_parts(8)
@@ -311,17 +301,18 @@ def test_autocast_as_in_scaled_dot_product_attention(autocast_dtype: torch.dtype
     assert [x.grad.dtype for x in (query, key, value)] == [torch.float32, torch.float16, torch.bfloat16]
 
 
-def test_mixed_dtypes_are_refused_without_autocast() -> None:
-    query, key = torch.randn(1, 8, 2, 4), torch.randn(1, 8, 2, 4).double()
-    with pytest.raises(ValueError, match=r"key has dtype torch\.float64 and query torch\.float32"):
-        dilated_attention(query, key, key, [8], [1])
-
-
-@pytest.mark.parametrize("kernel", ["maths", ["math"]])
-def test_an_unknown_kernel_is_refused_by_name(kernel: object) -> None:
-    query = torch.randn(1, 8, 1, 4)
-    with pytest.raises(ValueError, match=re.escape(f"kernel = {kernel!r}: there is no such kernel")):
-        dilated_attention(query, query, query, [8], [1], kernel=kernel)
+@pytest.mark.parametrize(
+    ("dtype", "kernel", "message"),
+    [
+        (torch.float64, "auto", "key has dtype torch.float64 and query torch.float32"),
+        (torch.float32, "maths", "kernel = 'maths': there is no such kernel"),
+        (torch.float32, ["math"], "kernel = ['math']: there is no such kernel"),
+    ],
+)
+def test_mixed_dtypes_and_unknown_kernels_are_refused(dtype: torch.dtype, kernel: object, message: str) -> None:
+    query, key = torch.randn(1, 8, 1, 4), torch.randn(1, 8, 1, 4, dtype=dtype)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        dilated_attention(query, key, key, [8], [1], kernel=kernel)
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])
@@ -349,19 +340,18 @@ def test_empty_batches_pass_through(shape: tuple[int, ...]) -> None:
 def test_dilated_attention_in_a_compiled_function() -> None:
     """``dilated_attention`` breaks the graph. The call of a module does not."""
     case = AttentionCase(seq_len=24, segment_lengths=(8, 24), dilation_rates=(1, 2), num_heads=2, num_kv_heads=2)
-    query, key, value, grad_out, _ = case.tensors()
-    leaves = [x.requires_grad_() for x in (query, key, value)]
+    *leaves, grad_out, _ = case.tensors()
+    for leaf in leaves:
+        leaf.requires_grad_()
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out: Tensor = dilated_attention(query * 2, key, value, case.segment_lengths, case.dilation_rates)
-        return out + 1
+        return dilated_attention(query * 2, key, value, case.segment_lengths, case.dilation_rates) + 1
 
     answers = []
     for function in (attend, torch.compile(attend, backend="aot_eager")):
         out = function(*leaves)
         answers.append([out, *torch.autograd.grad(out, leaves, grad_out)])
-    for got, wanted in zip(*answers, strict=True):
-        torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(*answers)
 
 
 def test_a_forward_without_gradients_plans_no_backward() -> None:

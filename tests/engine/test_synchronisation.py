@@ -164,10 +164,7 @@ def test_no_step_of_decoding_makes_the_host_wait(kernel: Any, has_mask: bool) ->
     ],
 )
 def test_what_is_refused(wait: Any) -> None:
-    with (
-        refuse_copies(),
-        pytest.raises((AssertionError, NotImplementedError, RuntimeError), match=r"copies|meta"),
-    ):
+    with refuse_copies(), pytest.raises((AssertionError, NotImplementedError, RuntimeError), match=r"copies|meta"):
         wait(torch.empty(4, device="meta"))
 
 

@@ -29,14 +29,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from ring_backends import dilated_attention, score_mods
 from ring_backends.kernels import triton_launch, triton_rows_launch
-from ring_backends.kernels.gather_rows import (
-    add_rows,
-    fill_rows,
-    gather_many,
-    merge_rows,
-    scatter_many,
-    scatter_merge,
-)
+from ring_backends.kernels.gather_rows import add_rows, fill_rows, gather_many, merge_rows, scatter_many, scatter_merge
 from ring_backends.kernels.triton_dilated import TritonDilatedKernel
 from ring_backends.kernels.triton_rows_launch import Rows
 from ring_backends.schedule.rows import DilatedRows, head_runs

@@ -6,25 +6,11 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import kernel_cases as tiles
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import (
-    CPU_KERNELS,
-    LAYOUTS,
-    PRECISIONS,
-    Case,
-    CountOperators,
-    cases,
-    check,
-    check_a_row_without_keys,
-    dense_with_grads,
-    hidden_pairs,
-    kernel_id,
-    make_inputs,
-    run_tile,
-)
 from torch import Tensor
 
 from ring_backends.kernels import Kernel, TileInputs
@@ -34,40 +20,40 @@ from ring_backends.testing.calls import difference
 from ring_backends.testing.marks import matrix_but
 
 
-@pytest.mark.parametrize("kernel", CPU_KERNELS, ids=kernel_id)
+@pytest.mark.parametrize("kernel", tiles.CPU_KERNELS, ids=tiles.kernel_id)
 @settings(max_examples=40, deadline=None)
-@given(case=cases(head_dims=st.integers(1, 20)))
-def test_fp64_matches_the_dense_softmax(kernel: Kernel, case: Case) -> None:
-    check(kernel, case, torch.float64)
+@given(case=tiles.cases(head_dims=st.integers(1, 20)))
+def test_fp64_matches_the_dense_softmax(kernel: Kernel, case: tiles.Case) -> None:
+    tiles.check(kernel, case, torch.float64)
 
 
 # Derandomized: the bound is the error of another computation, which can be small by chance.
-@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
-@pytest.mark.parametrize("kernel", CPU_KERNELS, ids=kernel_id)
+@pytest.mark.parametrize("dtype", tiles.PRECISIONS, ids=str)
+@pytest.mark.parametrize("kernel", tiles.CPU_KERNELS, ids=tiles.kernel_id)
 @settings(max_examples=20, deadline=None, derandomize=True)
-@given(case=cases(head_dims=st.integers(1, 20)))
-def test_error_is_at_most_twice_that_of_plain_attention(kernel: Kernel, dtype: torch.dtype, case: Case) -> None:
-    check(kernel, case, dtype)
+@given(case=tiles.cases(head_dims=st.integers(1, 20)))
+def test_error_is_at_most_twice_that_of_plain_attention(kernel: Kernel, dtype: torch.dtype, case: tiles.Case) -> None:
+    tiles.check(kernel, case, dtype)
 
 
-@pytest.mark.parametrize("kernel", [kernel for kernel in CPU_KERNELS if kernel.takes_bands], ids=kernel_id)
+@pytest.mark.parametrize("kernel", [kernel for kernel in tiles.CPU_KERNELS if kernel.takes_bands], ids=tiles.kernel_id)
 @settings(max_examples=40, deadline=None)
-@given(case=cases(head_dims=st.integers(1, 20), banded=True))
-def test_bands_in_fp64_match_the_dense_softmax(kernel: Kernel, case: Case) -> None:
-    check(kernel, case, torch.float64)
+@given(case=tiles.cases(head_dims=st.integers(1, 20), banded=True))
+def test_bands_in_fp64_match_the_dense_softmax(kernel: Kernel, case: tiles.Case) -> None:
+    tiles.check(kernel, case, torch.float64)
 
 
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
-@pytest.mark.parametrize("kernel", CPU_KERNELS[:2], ids=kernel_id)
+@pytest.mark.parametrize("layout", sorted(tiles.LAYOUTS))
+@pytest.mark.parametrize("kernel", tiles.CPU_KERNELS[:2], ids=tiles.kernel_id)
 def test_longer_tiles_in_every_memory_layout(kernel: Kernel, layout: str) -> None:
     """These tiles span several internal blocks of every kernel. The causal diagonal crosses blocks."""
-    case = Case(seq_q=300, seq_k=300, seq_older=77, head_dim=16, masked=True, layout=layout)
-    check(kernel, case, torch.float64)
+    case = tiles.Case(seq_q=300, seq_k=300, seq_older=77, head_dim=16, masked=True, layout=layout)
+    tiles.check(kernel, case, torch.float64)
 
 
-@pytest.mark.parametrize("kernel", CPU_KERNELS, ids=kernel_id)
+@pytest.mark.parametrize("kernel", tiles.CPU_KERNELS, ids=tiles.kernel_id)
 def test_a_row_with_infinite_lse_has_no_gradient(kernel: Kernel) -> None:
-    check_a_row_without_keys(kernel, torch.float64, 1e-12)
+    tiles.check_a_row_without_keys(kernel, torch.float64, 1e-12)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -86,9 +72,10 @@ def test_a_nan_of_another_tile_stays_in_its_row(is_causal: bool) -> None:
 @pytest.mark.parametrize("poison", matrix_but(torch.nan, torch.inf, of=(torch.nan, torch.inf, -torch.inf)))
 @pytest.mark.parametrize("scale", [0.4, 0.0])
 @pytest.mark.parametrize("length", [13, 100])  # the CPU kernel looks at the inputs of short tiles, else at the results
-@pytest.mark.parametrize("kernel", CPU_KERNELS, ids=kernel_id)
+@pytest.mark.parametrize("kernel", tiles.CPU_KERNELS, ids=tiles.kernel_id)
 def test_nan_and_inf_do_not_reach_rows_that_do_not_see_them(kernel, length, scale, poison):
-    query, key, value, grad_out, _ = make_inputs(Case(seq_q=length, seq_k=length, seq_older=0), torch.float32)
+    case = tiles.Case(seq_q=length, seq_k=length, seq_older=0)
+    query, key, value, grad_out, _ = tiles.make_inputs(case, torch.float32)
     key_mask = torch.zeros(key.shape[:-1], dtype=torch.bool)
     key_mask[:, :, 2] = True
     tile = TileInputs(query, key, value, scale, is_causal=True, key_mask=key_mask)
@@ -163,9 +150,9 @@ def test_half_precision_gradients_need_instructions_for_their_dtype(instruction:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_in_fp32_without_such_instructions(dtype: torch.dtype) -> None:
-    case = Case(seq_q=70, seq_k=90, seq_older=0, is_causal=False)
-    *tensors, key_mask = make_inputs(case, dtype)
-    expected = dense_with_grads([x.double() for x in tensors], hidden_pairs(case, key_mask), case.scale)
+    case = tiles.Case(seq_q=70, seq_k=90, seq_older=0, is_causal=False)
+    *tensors, key_mask = tiles.make_inputs(case, dtype)
+    expected = tiles.dense_with_grads([x.double() for x in tensors], tiles.hidden_pairs(case, key_mask), case.scale)
     tile = TileInputs(*tensors[:3], case.scale)
     with cpu_with():
         grads = AtenCpuFlashKernel().backward(tile, tensors[3], expected["out"], expected["lse"].float())
@@ -176,10 +163,11 @@ def test_gradients_in_fp32_without_such_instructions(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("instructions", [(), ("amx_bf16", "amx_fp16")], ids=["fp32", "half"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("layout", sorted(tiles.LAYOUTS))
 def test_half_precision_on_any_cpu(instructions: tuple[str, ...], dtype: torch.dtype, layout: str) -> None:
+    case = tiles.Case(seq_q=100, seq_k=100, head_dim=16, masked=True, layout=layout)
     with cpu_with(*instructions):
-        check(AtenCpuFlashKernel(), Case(seq_q=100, seq_k=100, head_dim=16, masked=True, layout=layout), dtype)
+        tiles.check(AtenCpuFlashKernel(), case, dtype)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -187,18 +175,18 @@ def test_math_needs_memory_linear_in_the_sequence(is_causal: bool) -> None:
     largest_of = {}
     for seq in (512, 1024):
         query, key = torch.randn(1, 2, seq, 8), torch.randn(1, 1, seq, 8)
-        with CountOperators() as launched:
-            run_tile(MathKernel(block=64), (query, key, key, query), is_causal=is_causal, scale=0.3)
+        with tiles.CountOperators() as launched:
+            tiles.run_tile(MathKernel(block=64), (query, key, key, query), is_causal=is_causal, scale=0.3)
         largest_of[seq] = max(shape.numel() for _, shape in launched.results)
     # Two query heads share one key head. The inputs are the largest tensors, because the scores of a block are smaller.
     assert largest_of == {512: 2 * 512 * 8, 1024: 2 * 1024 * 8}
 
 
 def test_math_ignores_autocast() -> None:
-    inputs = make_inputs(Case(seq_older=0), torch.float32)[:4]
-    expected = run_tile(MathKernel(), inputs, is_causal=True, scale=0.4)
+    inputs = tiles.make_inputs(tiles.Case(seq_older=0), torch.float32)[:4]
+    expected = tiles.run_tile(MathKernel(), inputs, is_causal=True, scale=0.4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        actual = run_tile(MathKernel(), inputs, is_causal=True, scale=0.4)
+        actual = tiles.run_tile(MathKernel(), inputs, is_causal=True, scale=0.4)
     assert all(map(torch.equal, actual, expected))
 
 

@@ -165,9 +165,7 @@ def assert_same_bits(first: Results, second: Results) -> None:
 @pytest.mark.parametrize("spoiled", ["key", "value"])
 def test_nan_in_an_ignored_key_reaches_nothing(spoiled: str) -> None:
     case = replace(TWO_BRANCHES, masked="rows", seed=3)
-    *_, mask = case.tensors()
-    assert mask is not None
-    position = int(mask.all(0).nonzero()[-1])
+    position = int(case.tensors()[4].all(0).nonzero()[-1])
     broken = replace(case, spoiled=((spoiled, position, math.nan),))
     assert_same_bits(results(broken), results(case))
 
@@ -175,9 +173,7 @@ def test_nan_in_an_ignored_key_reaches_nothing(spoiled: str) -> None:
 @interpreted
 def test_nan_in_rows_without_a_document_reaches_nothing() -> None:
     case = replace(LONGER, seq_len=40, segment_lengths=(40,), documents="shuffled", batch=1)
-    ids = case.document_ids()
-    assert ids is not None
-    position = int((ids[0] < 0).nonzero()[-1])
+    position = int((case.document_ids()[0] < 0).nonzero()[-1])
     names = ("query", "key", "value", "grad_out")
     broken = replace(case, spoiled=tuple((name, position, math.nan) for name in names))
     assert_same_bits(results(broken), results(case))
@@ -198,8 +194,7 @@ def test_inputs_in_any_memory_layout() -> None:
     wanted = results(case)
     for layout in LAYOUTS.values():
         leaves = [layout(x).detach().requires_grad_() for x in (query, key, value)]
-        pattern = case.segment_lengths, case.dilation_rates
-        out = dilated_attention(*leaves, *pattern, is_causal=True, kernel="triton_dilated")
+        out = dilated_attention(*leaves, [45], [1], is_causal=True, kernel="triton_dilated")
         grads = torch.autograd.grad(out, leaves, layout(grad_out))
         assert all(map(torch.equal, (out, *grads), (wanted.out, *wanted[2:])))
 
@@ -339,49 +334,35 @@ CAPABILITIES = {80: 163, 86: 99, 90: 227}
 """Shared memory of a block, in KiB, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
 
 SPILLED = {
-    "3.6": {
-        (86, 64, "grad_query_kernel", "documents, dropout"): 12,
-        (86, 128, "grad_key_value_kernel", "packed"): 28,
-        (86, 128, "grad_key_value_kernel", "documents, dropout"): 60,
-        (90, 128, "grad_key_value_kernel", "plain"): 140,
-        (90, 128, "grad_key_value_kernel", "packed"): 124,
-        (90, 128, "grad_key_value_kernel", "key mask, packed"): 100,
-        (80, 64, "forward_kernel", "plain, window"): 32,
-        (80, 64, "forward_kernel", "packed, window"): 32,
-        (80, 64, "forward_kernel", "documents, dropout, window"): 56,
-        (80, 64, "grad_query_kernel", "plain, window"): 24,
-        (80, 128, "forward_kernel", "documents, dropout, window"): 16,
-        (86, 64, "grad_query_kernel", "plain, window"): 24,
-        (86, 64, "grad_query_kernel", "key mask, packed, window"): 28,
-        (86, 64, "grad_query_kernel", "documents, dropout, window"): 12,
-        (86, 128, "grad_key_value_kernel", "plain, window"): 8,
-        (86, 128, "grad_key_value_kernel", "packed, window"): 28,
-        (86, 128, "grad_key_value_kernel", "documents, dropout, window"): 20,
-        (90, 128, "grad_key_value_kernel", "plain, window"): 212,
-        (90, 128, "grad_key_value_kernel", "packed, window"): 188,
-        (90, 128, "grad_key_value_kernel", "key mask, packed, window"): 164,
-        (80, 64, "forward_kernel", "distances, packed, window"): 96,
-        (80, 64, "grad_query_kernel", "distances, packed, window"): 20,
-        (80, 64, "forward_kernel", "narrow values, packed"): 16,
-        (86, 64, "forward_kernel", "distances, packed, window"): 76,
-        (86, 64, "grad_query_kernel", "distances, packed, window"): 20,
+    ("3.6", "full"): {
+        (86, 64, "grad_query_kernel"): {"documents, dropout": 12},
+        (86, 128, "grad_key_value_kernel"): {"packed": 28, "documents, dropout": 60},
+        (90, 128, "grad_key_value_kernel"): {"plain": 140, "packed": 124, "key mask, packed": 100},
     },
-    "3.9": {
-        (80, 64, "forward_kernel", "plain"): 8,
-        (80, 64, "forward_kernel", "packed"): 24,
-        (80, 128, "grad_key_value_kernel", "packed"): 8,
-        (86, 64, "forward_kernel", "plain"): 8,
-        (86, 64, "forward_kernel", "packed"): 8,
-        (86, 64, "grad_query_kernel", "plain"): 24,
-        (86, 64, "grad_query_kernel", "key mask, packed"): 36,
-        (86, 64, "grad_query_kernel", "documents, dropout"): 8,
-        (86, 128, "grad_key_value_kernel", "packed"): 28,
-        (90, 128, "grad_key_value_kernel", "plain"): 188,
-        (90, 128, "grad_key_value_kernel", "packed"): 208,
-        (90, 128, "grad_key_value_kernel", "key mask, packed"): 184,
+    ("3.6", "window"): {
+        (80, 64, "forward_kernel"): {"plain": 32, "packed": 32, "documents, dropout": 56},
+        (80, 64, "grad_query_kernel"): {"plain": 24},
+        (80, 128, "forward_kernel"): {"documents, dropout": 16},
+        (86, 64, "grad_query_kernel"): {"plain": 24, "key mask, packed": 28, "documents, dropout": 12},
+        (86, 128, "grad_key_value_kernel"): {"plain": 8, "packed": 28, "documents, dropout": 20},
+        (90, 128, "grad_key_value_kernel"): {"plain": 212, "packed": 188, "key mask, packed": 164},
+    },
+    ("3.6", "others"): {
+        (80, 64, "forward_kernel"): {"distances, packed": 96, "narrow values, packed": 16},
+        (80, 64, "grad_query_kernel"): {"distances, packed": 20},
+        (86, 64, "forward_kernel"): {"distances, packed": 76},
+        (86, 64, "grad_query_kernel"): {"distances, packed": 20},
+    },
+    ("3.9", "full"): {
+        (80, 64, "forward_kernel"): {"plain": 8, "packed": 24},
+        (80, 128, "grad_key_value_kernel"): {"packed": 8},
+        (86, 64, "forward_kernel"): {"plain": 8, "packed": 8},
+        (86, 64, "grad_query_kernel"): {"plain": 24, "key mask, packed": 36, "documents, dropout": 8},
+        (86, 128, "grad_key_value_kernel"): {"packed": 28},
+        (90, 128, "grad_key_value_kernel"): {"plain": 188, "packed": 208, "key mask, packed": 184},
     },
 }
-"""By release of Triton and launch: the bytes that a thread stores and loads for lack of registers.
+"""By release of Triton, variants, and launch: the bytes that a thread stores and loads for lack of registers.
 
 None of them is stored or loaded in an innermost loop. Most are loaded once per run of rows, or after all of them. With
 196 such bytes, dK and dV with head_dim 128 took 2.65 ms on an H100, and 3.16 ms with the fastest blocks that need none
@@ -417,9 +398,9 @@ def test_compiled_kernels_fit_into_registers_and_shared_memory(variants: str, he
     for kernel in run_with_compiler("compile_triton.py", str(capability), str(head_dim), variants):
         assert kernel["registers"] <= 255, kernel
         assert kernel["inner_loops"] == (2 if "rows" not in kernel["kernel"] else 0), kernel
-        if release == "3.6" or (release in SPILLED and variants == "full"):
-            launch = capability, head_dim, kernel["kernel"], kernel["variant"]
-            assert kernel["spilled"] <= SPILLED[release].get(launch, 0), kernel
+        if spilled := SPILLED.get((release, variants)):
+            by_variant = spilled.get((capability, head_dim, kernel["kernel"]), {})
+            assert kernel["spilled"] <= by_variant.get(kernel["variant"].removesuffix(", window"), 0), kernel
         assert kernel["spills_in_inner_loops"] == 0, kernel
         assert kernel["fuses"], kernel
         assert kernel["shared"] <= CAPABILITIES[capability] * 1024, kernel

@@ -6,6 +6,7 @@ Other tests rely on the reference. Its own tests therefore use small cases that 
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 import sys
 from pathlib import Path
@@ -63,34 +64,30 @@ def walked_attention(case: AttentionCase) -> tuple[Tensor, Tensor]:
     width = case.dims[1]
     out = torch.zeros(*query.shape[:3], width, dtype=torch.float64)
     lse = torch.full((case.batch, case.num_heads, case.seq_len), -math.inf, dtype=torch.float64)
-    for b in range(case.batch):
-        for h in range(case.num_heads):
-            kv_head = h // (case.num_heads // case.num_kv_heads)
-            for t in range(case.seq_len):
-                pairs = []
-                for u in walked_keys(case, h, t):
-                    if u is None:
-                        pairs.append((0.0, 1.0, [0.0] * width))
-                        continue
-                    ignored = mask is not None and mask[b, u]
-                    elsewhere = ids is not None and (ids[b, t] < 0 or ids[b, t] != ids[b, u])
-                    if not ignored and not elsewhere:
-                        products = zip(query[b, t, h].tolist(), key[b, u, kv_head].tolist(), strict=True)
-                        score = scale * sum(x * y for x, y in products)
-                        if score_mod is not None:
-                            pair = (torch.tensor(x) for x in (b, h, t, u))
-                            score = float(score_mod(torch.tensor(score, dtype=torch.float64), *pair))
-                            if score == -math.inf:
-                                continue
-                        factor = 1.0 if factors is None else float(factors[b, h, t, u])
-                        pairs.append((score, factor, value[b, u, kv_head].tolist()))
-                if sinks is not None:
-                    pairs.append((float(sinks[h]), 1.0, [0.0] * width))
-                total = sum(math.exp(score) for score, _, _ in pairs)
-                if pairs:
-                    lse[b, h, t] = math.log(total)
-                for score, factor, row in pairs:
-                    out[b, t, h] += factor * math.exp(score) / total * torch.tensor(row, dtype=torch.float64)
+    for b, h, t in itertools.product(range(case.batch), range(case.num_heads), range(case.seq_len)):
+        kv_head = h // (case.num_heads // case.num_kv_heads)
+        pairs = []  # score, weight factor and value of each key
+        for u in walked_keys(case, h, t):
+            if u is None:
+                pairs.append((0.0, 1.0, torch.zeros(width)))
+                continue
+            ignored = mask is not None and mask[b, u]
+            elsewhere = ids is not None and (ids[b, t] < 0 or ids[b, t] != ids[b, u])
+            if not ignored and not elsewhere:
+                score = scale * sum((query[b, t, h] * key[b, u, kv_head]).tolist())
+                if score_mod is not None:
+                    pair = (torch.tensor(x) for x in (b, h, t, u))
+                    score = float(score_mod(torch.tensor(score, dtype=torch.float64), *pair))
+                if score != -math.inf:
+                    factor = 1.0 if factors is None else float(factors[b, h, t, u])
+                    pairs.append((score, factor, value[b, u, kv_head]))
+        if sinks is not None:
+            pairs.append((float(sinks[h]), 1.0, torch.zeros(width)))
+        total = sum(math.exp(score) for score, _, _ in pairs)
+        if pairs:
+            lse[b, h, t] = math.log(total)
+        for score, factor, row in pairs:
+            out[b, t, h] += factor * math.exp(score) / total * row
     return out, lse
 
 
