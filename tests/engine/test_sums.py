@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from test_synchronisation import no_hops, run
 from torch import Tensor
 from triton_interpreter import fixed_examples, results
 
-from ring_backends import DilatedPattern, RingSchedule, SequenceLayout
+from ring_backends import DilatedPattern
 from ring_backends.engine import tiles
 from ring_backends.engine.call import check_call
 from ring_backends.engine.inputs import AttentionInputs
@@ -66,10 +67,8 @@ def test_rounding_is_bounded_by_plain_attention(cuts_base: None, name: str, dtyp
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
 def test_tiles_cut_by_lattices(num_kv_heads: int, head_mode: str) -> None:
     """A kernel that reads strided rows gets large tiles in parts, whose query rows are views."""
-    case = AttentionCase(
-        96, (12, 48, 96), (2, 3, 8), batch=2, num_heads=8, num_kv_heads=num_kv_heads, head_mode=head_mode
-    )
-    case = replace(case, dtype=torch.float64)
+    heads = {"num_heads": 8, "num_kv_heads": num_kv_heads, "head_mode": head_mode}
+    case = AttentionCase(96, (12, 48, 96), (2, 3, 8), batch=2, dtype=torch.float64, **heads)
     with (
         mock.patch.object(MathKernel, "reads_strided_rows", True),
         mock.patch.object(tiles, "MIN_PART_FLOPS", 0),
@@ -85,8 +84,8 @@ def test_tiles_cut_by_lattices(num_kv_heads: int, head_mode: str) -> None:
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
 def test_finely_cut_tiles_do_not_store_over_each_other(num_kv_heads: int) -> None:
     """Query heads with different offsets share a key/value head, and the tiles are cut by heads."""
-    case = replace(OVERLAPPING, seq_len=64, segment_lengths=(8, 64), dilation_rates=(1, 2), num_kv_heads=num_kv_heads)
-    case = replace(case, dtype=torch.bfloat16)
+    branches = {"segment_lengths": (8, 64), "dilation_rates": (1, 2)}
+    case = replace(OVERLAPPING, seq_len=64, num_kv_heads=num_kv_heads, dtype=torch.bfloat16, **branches)
     with fine_cuts(512):
         check_rounded(results(case, kernel="auto"), case)
 
@@ -119,16 +118,12 @@ def test_no_launch_adds_two_values_to_one_element(dtype: torch.dtype) -> None:
 @example(AttentionCase(64, (16, 64), (1, 2), num_heads=4, num_kv_heads=1, dtype=torch.bfloat16))
 @given(case=attention_cases(max_n=100))
 def test_rows_of_a_plan_with_a_base(case: AttentionCase) -> None:
-    pattern = DilatedPattern(**case.pattern_options())
+    sizes = {"batch": 1, "head_dim": 8, "itemsize": 2, "tile_bytes": 64}
     for ring_size, kind in ((1, "contiguous"), (2, "contiguous"), (3, "zigzag")):
-        layout = SequenceLayout(case.seq_len, ring_size, kind)  # type: ignore[arg-type]
-        schedule = RingSchedule(pattern, layout, case.num_heads, case.num_kv_heads, case.is_causal)
-        for rank in range(ring_size):
-            for backward in (False, True):
-                for threads in (1, 3):
-                    sizes = {"batch": 1, "head_dim": 8, "itemsize": 2, "tile_bytes": 64, "threads": threads}
-                    for block in rank_plan(schedule, rank, **sizes, backward=backward).blocks:
-                        check_block(block, layout.local_len(rank))
+        schedule = case.schedule(ring_size, kind)
+        for rank, backward, threads in itertools.product(range(ring_size), (False, True), (1, 3)):
+            for block in rank_plan(schedule, rank, **sizes, threads=threads, backward=backward).blocks:
+                check_block(block, schedule.layout.local_len(rank))
 
 
 def check_block(block: HeadBlock, local_len: int) -> None:

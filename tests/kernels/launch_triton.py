@@ -7,8 +7,10 @@ Triton.
 
 from __future__ import annotations
 
+import itertools
 import json
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -43,29 +45,19 @@ def _values(value: Any) -> Any:
     return str((value.dtype, value.shape)) if isinstance(value, torch.Tensor) else getattr(value, "cache_key", value)
 
 
-class Driver:
-    """A driver without a GPU."""
+LOADED = itertools.count(1)
+PROPERTIES = {"max_shared_mem": 232_448, "multiprocessor_count": 132, "warpSize": 32}
 
-    launcher_cls = Launcher
-
-    def __init__(self) -> None:
-        self.utils, self.loaded = self, 0
-
-    def load_binary(self, *args: Any) -> tuple[int, int, int, int, int]:
-        self.loaded += 1
-        return 0, self.loaded, 32, 0, 1024
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 232_448, "multiprocessor_count": 132, "warpSize": 32}
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 7
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+DRIVER = SimpleNamespace(
+    launcher_cls=Launcher,
+    utils=SimpleNamespace(
+        load_binary=lambda *args: (0, next(LOADED), 32, 0, 1024), get_device_properties=lambda device: PROPERTIES
+    ),
+    get_current_device=lambda: 0,
+    get_current_stream=lambda device: 7,
+    get_current_target=lambda: GPUTarget("cuda", 90, 32),
+)
+"""A driver without a GPU."""
 
 
 def launches(call: Any, *, finds_compiled: bool) -> Started:
@@ -78,7 +70,7 @@ def launches(call: Any, *, finds_compiled: bool) -> Started:
 
 def main() -> None:
     knobs.runtime.launch_enter_hook = None
-    driver.set_active(Driver())
+    driver.set_active(DRIVER)
     rows = DilatedRows(0, 2, 256, 2, 128, head_runs(range(4), [0, 1, 0, 1]))
     gathered = torch.zeros(4, 4, 128, 64, dtype=torch.bfloat16)
     whole = torch.zeros(2, 512, 4, 64, dtype=torch.bfloat16)

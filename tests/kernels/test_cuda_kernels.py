@@ -49,38 +49,34 @@ class CudaOperators(TorchDispatchMode):
         return out.to(q.dtype), lse, None, None, q.shape[2], k.shape[2], None, None, None
 
     @staticmethod
-    def flash_gradients(do, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, hidden, scale):
+    def flash_gradients(do, q, k, v, out, lse, lengths, hidden, scale):
         demand_one_width(do, q, k, v, out)
         assert q.shape[0] <= aten_cuda.MAX_ENTRIES
         assert math.prod(q.shape[:2]) * (q.shape[2] + -q.shape[2] % 128) * 64 <= aten_cuda._MAX_OFFSET
         assert lse.is_contiguous()
         assert lse.shape == q.shape[:3]
-        assert (cum_q, cum_k, max_q, max_k) == (None, None, q.shape[2], k.shape[2])
+        assert lengths == [None, None, q.shape[2], k.shape[2]]
         return gradients(do, q, k, v, out, lse, hidden, scale)
 
-    def windowed_flash_attention_forward(
-        self, q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale, **window
-    ):
-        assert (cum_q, cum_k, max_q, max_k) == (None, None, q.shape[1], k.shape[1])
-        assert (dropout, causal, debug) == (0.0, False, False)
+    def windowed_flash_attention_forward(self, q, k, v, *lengths_and_flags, scale, **window):
+        assert lengths_and_flags == (None, None, q.shape[1], k.shape[1], 0.0, False, False)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         demand_one_width(q, k, v)
         assert q.shape[0] <= aten_cuda.MAX_ENTRIES
         out, lse = tiles.dense(q.float(), k.float(), v.float(), pairs_outside(q, k, **window), scale)
         return out.to(q.dtype).transpose(1, 2).contiguous(), lse, None, None, None
 
-    def windowed_flash_attention_backward(
-        self, do, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, seed, offset, *, scale, **window
-    ):
+    def windowed_flash_attention_backward(self, do, q, k, v, out, lse, *lengths_and_flags, scale, **window):
+        *lengths, dropout, causal, _, _ = lengths_and_flags
         assert (dropout, causal) == (0.0, False)
         hidden = pairs_outside(q.transpose(1, 2), k.transpose(1, 2), **window)
         given = (x.transpose(1, 2) for x in (do, q, k, v, out))
-        grads = self.flash_gradients(*given, lse, cum_q, cum_k, max_q, max_k, hidden, scale)
+        grads = self.flash_gradients(*given, lse, lengths, hidden, scale)
         return tuple(grad.transpose(1, 2) for grad in grads)
 
     def flash_attention_backward(self, do, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, *_, scale):
         hidden = causal_pairs(q, k, causal)
-        return self.flash_gradients(do, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, hidden, scale)
+        return self.flash_gradients(do, q, k, v, out, lse, [cum_q, cum_k, max_q, max_k], hidden, scale)
 
     def efficient_attention(self, q, k, v, bias, compute_lse, dropout=0.0, causal=False, *, scale):
         demand_vectors(q, k, v)

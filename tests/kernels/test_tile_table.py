@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_backends import DilatedPattern, RingSchedule, SequenceLayout
 from ring_backends.kernels.tile_table import Owners, TileTable, launches, parcels, tile_table
 from ring_backends.schedule.bands import Band
 from ring_backends.schedule.planner import rank_plan
@@ -34,9 +33,7 @@ OFFSET = 1000
     backward=st.booleans(),
 )
 def test_links_show_the_pairs_of_the_tiles(case: AttentionCase, ring_size: int, layout: str, backward: bool) -> None:
-    positions = SequenceLayout(case.seq_len, ring_size, layout)  # type: ignore[arg-type]
-    pattern = DilatedPattern(**case.pattern_options())
-    schedule = RingSchedule(pattern, positions, case.num_heads, case.num_kv_heads, case.is_causal)
+    schedule = case.schedule(ring_size, layout)
     for rank in range(ring_size):
         plan = rank_plan(schedule, rank, batch=1, head_dim=4, itemsize=4, backward=backward)
         for _, step in plan.steps:

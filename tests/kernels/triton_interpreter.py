@@ -24,17 +24,10 @@ interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="TRITON_INTERPRET=1 
 
 def fixed_examples(number: int) -> settings:
     """The same examples in every run: a bound is the error of another computation, which can be small by chance."""
-    unwanted = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture]
     # A failing example is not shrunk, since that takes hundreds of interpreted calls.
-    phases = [Phase.explicit, Phase.generate]
-    return settings(
-        max_examples=number,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=phases,
-        suppress_health_check=unwanted,
-    )
+    options: dict[str, Any] = {"database": None, "deadline": None, "phases": [Phase.explicit, Phase.generate]}
+    unwanted = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture]
+    return settings(max_examples=number, derandomize=True, suppress_health_check=unwanted, **options)
 
 
 @cache

@@ -70,15 +70,15 @@ def test_whole_tensors_on_every_rank(pair: World, is_causal: bool) -> None:
         assert_near(got, expected(is_causal))
 
 
-def two_calls(name: str) -> int:
+def new_rings_of_two_calls() -> int:
     before = len(compat._rings)
-    called(name, False)
-    called(name, False)
+    for _ in range(2):
+        called("RingDilatedAttentionV2", False)
     return len(compat._rings) - before
 
 
 def test_modules_share_a_ring(pair: World) -> None:
-    assert max(pair.run(two_calls, "RingDilatedAttentionV2")) <= 1
+    assert max(pair.run(new_rings_of_two_calls)) <= 1
 
 
 def after_a_failure() -> tuple[bool, list[Tensor]]:
@@ -107,40 +107,37 @@ def test_each_name_warns_once_with_the_new_spelling() -> None:
         compat.RingDilatedAttentionV2Flash([4], [1], flash_chunk_size=2048)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_configuration_object_is_accepted() -> None:
     lengths, rates = PATTERN
     config = SimpleNamespace(segment_lengths=lengths, dilation_rates=rates, dropout=0.0, enable_profiling=True)
-    attention = compat.RingDilatedAttentionProduction(config)
+    attention = made("RingDilatedAttentionProduction", config)
     assert_near(attention(*tensors()[:3]), expected(False)[0])
-    with pytest.raises(ValueError, match="has no dilation_rates"):
-        compat.RingDilatedAttentionProduction({"segment_lengths": [4]})
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_dropout() -> None:
-    attention, rows = compat.RingDilatedAttentionV2(*PATTERN, dropout=0.5), tensors()[:3]
+    attention, rows = made("RingDilatedAttentionV2", *PATTERN, dropout=0.5), tensors()[:3]
     assert not torch.allclose(attention(*rows), expected(False)[0])
     assert_near(attention.eval()(*rows), expected(False)[0])
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_unsupported_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match="RingDilatedAttentionV2 has no argument enable_magic"):
-        compat.RingDilatedAttentionV2([4], [1], enable_magic=True)
+        made("RingDilatedAttentionV2", [4], [1], enable_magic=True)
     with pytest.raises(ValueError, match=r"dropout_p = 1\.5"):
-        compat.RingDilatedAttentionV2([4], [1], dropout=1.5)
+        made("RingDilatedAttentionV2", [4], [1], dropout=1.5)
+    with pytest.raises(ValueError, match="has no dilation_rates"):
+        made("RingDilatedAttentionProduction", {"segment_lengths": [4]})
     with pytest.raises(TypeError, match="attention_type = 3"):
-        compat.create_dilated_attention(3)  # type: ignore[arg-type]
+        made("create_dilated_attention", 3)
 
 
-def kinds(kind: str) -> int:
+def size_of(kind: str) -> int:
     return made("create_dilated_attention", kind, [4], [1]).ring.size
 
 
 def test_types(pair: World) -> None:
     for kind, size in (("auto", 2), ("ring", 2), ("block_sparse_ring", 2), ("standard", 1), ("improved", 1)):
-        assert pair.run(kinds, kind) == [size, size]
+        assert pair.run(size_of, kind) == [size, size]
 
 
 def layer(kind: str) -> tuple[list[Tensor], int]:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from native_ranks import assert_near, on_ring
+from native_ranks import ADAPTER, assert_near, on_ring
 from torch import Tensor
 
 from ring_backends import DilatedPattern, Ring, RingMismatchError
 from ring_backends.adapters import native
-from ring_backends.testing.calls import expected
+from ring_backends.testing.calls import expected, new_attention
 from ring_backends.testing.reference import reference_counts
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 from ring_backends.testing.world import World
@@ -27,12 +27,11 @@ CHOSEN = (36, 0, 17, 17)
 def weights_of(ring: Ring, case: AttentionCase = CASE, positions: Any = CHOSEN) -> Tensor:
     """The weights of this rank's keys."""
     query, key, _, _, mask = case.tensors()
-    options = case.options()
-    call = {"is_causal": options.pop("is_causal"), "seq_len": case.seq_len}
+    call = {"is_causal": case.is_causal, "seq_len": case.seq_len}
     call |= {"sinks": case.sink_scores(), "score_mod": case.score_function()}
     for name, marks in (("key_padding_mask", mask), ("document_ids", case.document_ids())):
         call[name] = None if marks is None else ring.shard(marks)
-    attention = native.RingDilatedAttention(**options, ring=ring)
+    attention = new_attention(ADAPTER, ring, case)
     return attention_weights(attention, ring.shard(query), ring.shard(key), positions, **call)
 
 
@@ -91,10 +90,6 @@ def check_different_positions(ring: Ring) -> None:
         weights_of(ring, positions=(ring.rank,))
 
 
-def test_ranks_that_ask_for_different_positions_are_reported(pair: World) -> None:
-    pair.run(on_ring, check_different_positions)
-
-
 def test_invalid_positions_are_refused() -> None:
     with pytest.raises(ValueError, match=r"positions has 37: the sequence has positions 0 … 36"):
         weights_of(Ring(), positions=(37,))
@@ -119,8 +114,9 @@ def check_refusal_on_rank_0(ring: Ring) -> None:
         weights_of(ring, positions=CHOSEN if ring.rank else (99,))
 
 
-def test_a_refusal_is_reported_to_the_other_rank(pair: World) -> None:
-    pair.run(on_ring, check_refusal_on_rank_0)
+@pytest.mark.parametrize("check", [check_different_positions, check_refusal_on_rank_0])
+def test_positions_of_one_rank_are_reported(pair: World, check: Any) -> None:
+    pair.run(on_ring, check)
 
 
 def test_pictures(tmp_path: Path) -> None:
@@ -130,9 +126,8 @@ def test_pictures(tmp_path: Path) -> None:
     assert "head 3, w = 37, r = 3" in (tmp_path / "pattern.svg").read_text()
     windowed = DilatedPattern([8, None], [2, 3], offset="every", window_lengths=[None, 12])
     draw_pattern(tmp_path / "windows.svg", windowed, 37, 4)
-    drawn = (tmp_path / "windows.svg").read_text()
-    assert "head 0, w = 8, r = 2 -" in drawn  # matplotlib writes the text it draws as a comment
-    assert "head 0, w = all, r = 3, W = 12 -" in drawn
+    for text in ("head 0, w = 8, r = 2 -", "head 0, w = all, r = 3, W = 12 -"):
+        assert text in (tmp_path / "windows.svg").read_text()  # matplotlib writes the text it draws as a comment
     weights = weights_of(Ring())
     draw_weights(tmp_path / "weights.svg", weights[0], CHOSEN)
     assert "query 36" in (tmp_path / "weights.svg").read_text()

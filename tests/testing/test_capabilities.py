@@ -79,24 +79,26 @@ SUITE = """
 """
 
 
-def test_tests_are_skipped_with_the_reason(pytester: pytest.Pytester) -> None:
+def run_suite(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
     pytester.makepyfile(SUITE)
-    result = pytester.runpytest_inprocess("-p", "ring_backends.testing.plugin", "-rs", "-k", "TestWhole")
+    return pytester.runpytest_inprocess("-p", "ring_backends.testing.plugin", *options)
+
+
+def test_tests_are_skipped_with_the_reason(pytester: pytest.Pytester) -> None:
+    result = run_suite(pytester, "-rs", "-k", "TestWhole")
     result.assert_outcomes(passed=9, skipped=3, deselected=24)
     result.stdout.fnmatch_lines(["*without save and load: it forgets", "*without device mesh axis: it has no mesh"])
 
 
 def test_the_quick_command_leaves_out_what_another_class_tests(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(SUITE)
-    result = pytester.runpytest_inprocess("-p", "ring_backends.testing.plugin", "-v", "-m", "not matrix")
+    result = run_suite(pytester, "-v", "-m", "not matrix")
     result.stdout.fnmatch_lines(["*TestWhole::test_core PASSED*", "*TestStrategy::test_core PASSED*"])
     for line in ("*TestCoreInMatrix::test_core *", "*TestCoreInMatrix::test_more*", "*TestStrategy::test_rings*"):
         result.stdout.no_fnmatch_line(line)
 
 
 def test_more_cases_run_with_one_adapter(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(SUITE)
-    result = pytester.runpytest_inprocess("-p", "ring_backends.testing.plugin", "-v", "-k", "core or more")
+    result = run_suite(pytester, "-v", "-k", "core or more")
     result.stdout.fnmatch_lines(["*TestWhole::test_more_core*2* PASSED*", "*TestCoreInMatrix::test_core PASSED*"])
     for suite in ("TestCoreInMatrix", "TestStrategy"):
         result.stdout.no_fnmatch_line(f"*{suite}::test_more_core*2*")

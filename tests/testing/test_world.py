@@ -56,7 +56,7 @@ def environment_at_start(name):
 
 def settings_of_a_rank():
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    return torch.get_num_threads(), dist.get_backend(), [os.environ[name] for name in names]
+    return torch.get_num_threads(), dist.get_backend(), *(os.environ[name] for name in names)
 
 
 def fail_on_rank(rank):
@@ -101,33 +101,27 @@ def test_the_body_of_a_test_runs_on_every_rank(pair):
 
 def test_tensors_are_returned_unchanged(pair):
     for result in pair.run(tensors):
-        expected = tensors()
-        for name, tensor in result.items():
-            assert torch.equal(tensor, expected[name])
-            assert tensor.dtype == expected[name].dtype
-            assert tensor.requires_grad == expected[name].requires_grad
+        torch.testing.assert_close(result, tensors(), rtol=0, atol=0)
+        assert [name for name, tensor in result.items() if tensor.requires_grad] == ["grown", "leaf"]
 
 
 def test_the_environment_of_a_rank(pair):
-    for rank, (threads, backend, variables) in enumerate(pair.run(settings_of_a_rank)):
-        assert (threads, backend) == (1, "gloo")
-        assert variables[:4] == [str(rank), "2", str(rank), "127.0.0.1"]
-        assert int(variables[4]) > 0
+    for rank, (*found, port) in enumerate(pair.run(settings_of_a_rank)):
+        assert found == [1, "gloo", str(rank), "2", str(rank), "127.0.0.1"]
+        assert int(port) > 0
 
 
 def test_collected_errors_leave_the_ranks_running(pair):
     before = pair.run(os.getpid)
     fine, wrong = pair.run_collect(fail_on_rank, 1)
     assert (fine.status, fine.value, fine.error_type) == ("returned", "fine", None)
-    assert (wrong.status, wrong.error_type) == ("raised", "RingMismatchError")
-    assert wrong.message == "rank one is wrong here"
+    assert (wrong.status, wrong.error_type, wrong.message) == ("raised", "RingMismatchError", "rank one is wrong here")
     wrong.check(RingMismatchError)
     wrong.check(RuntimeError)
     assert not wrong.raised(ValueError)
     assert not fine.raised(RuntimeError)
     assert [outcome.error_type for outcome in pair.run_collect(sys.exit, 2)] == ["SystemExit"] * 2
-    statuses = [outcome.status for outcome in pair.run_collect(fail_on_rank, 1, ranks=[0])]
-    assert statuses == ["returned", "not asked"]
+    assert [outcome.status for outcome in pair.run_collect(fail_on_rank, 1, ranks=[0])] == ["returned", "not asked"]
     assert pair.run(os.getpid) == before
 
 
@@ -196,10 +190,13 @@ def test_a_rank_lost_between_calls_is_reported(pair):
         assert pair.run(sum_over_ranks, 0) == [1.0, 1.0]
 
 
+STOP = signal.raise_signal, signal.SIGSTOP
+
+
 @MORE_CASES
 def test_a_stopped_rank_is_reported_too(pair):
     pair.run(settings_of_a_rank)  # the first call is slow, because the ranks import this module
-    stopped, returned = pair.run_collect(call_on_rank, 0, signal.raise_signal, signal.SIGSTOP, timeout=0.5)
+    stopped, returned = pair.run_collect(call_on_rank, 0, *STOP, timeout=0.5)
     assert (stopped.status, returned.status) == ("no answer", "returned")
     assert "no stacks" in stopped.detail
 
@@ -207,8 +204,7 @@ def test_a_stopped_rank_is_reported_too(pair):
 def test_a_rank_that_is_meant_to_be_silent_is_not_waited_for(pair):
     pair.run(settings_of_a_rank)
     start = time.monotonic()
-    stop = (signal.raise_signal, signal.SIGSTOP)
-    stopped, returned = pair.run_collect(call_on_rank, 0, *stop, silent=[0], timeout=60)
+    stopped, returned = pair.run_collect(call_on_rank, 0, *STOP, silent=[0], timeout=60)
     assert (stopped.status, returned.status) == ("no answer", "returned")
     assert time.monotonic() - start < 30
 
