@@ -26,8 +26,7 @@ SMALL = "--seq-len 512 --embed-dim 32 --num-layers 1"
 
 def train(cwd: Path, arguments: str) -> Run:
     done = run(f"-m ring_backends train --json run.json {SMALL} {arguments}".split(), cwd)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (0, "")
     return json.loads((cwd / "run.json").read_text()), done.stdout, cwd
 
 
@@ -181,8 +180,7 @@ def test_training_learns_and_reports(one_rank: Run) -> None:
     assert result["tokens_per_second"] > 0
     assert result["versions"]["torch"]
     assert result["versions"]["ring_backends"] == ring_backends.__version__
-    assert result["options"]["seq_len"] == 512
-    assert result["options"]["segment_lengths"] == [128, 256, 512]
+    assert result["options"].items() >= {"seq_len": 512, "segment_lengths": [128, 256, 512]}.items()
     lines = printed.splitlines()
     assert [bool(re.match(r"step \d/4  loss \d", line)) for line in lines] == [False, True, True, True, True, False]
     for reached in ("loss", "evaluation loss", "tokens/s", "peak memory", "bytes per rank"):

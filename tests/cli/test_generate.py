@@ -33,15 +33,11 @@ def continued(ring: Ring, text: bytes = PROMPT, **options: Any) -> list[int]:
     return [*generate(make_model(ring), ring, text, given, torch.device("cpu"))]
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_two_ranks_draw_what_one_draws(pair: World, layout: str) -> None:
-    expected = continued(Ring())
+@pytest.mark.parametrize(("layout", "text"), [("contiguous", PROMPT), ("zigzag", PROMPT), ("contiguous", b"a")])
+def test_two_ranks_draw_what_one_draws(pair: World, layout: str, text: bytes) -> None:
+    expected = continued(Ring(), text)
     assert len(expected) == 12
-    assert pair.run(on_ring, continued, layout=layout) == [expected] * 2
-
-
-def test_a_prompt_of_one_byte(pair: World) -> None:
-    assert pair.run(on_ring, continued, text=b"a") == [continued(Ring(), text=b"a")] * 2
+    assert pair.run(on_ring, continued, text, layout=layout) == [expected] * 2
 
 
 def test_the_likeliest_byte_is_that_of_whole_calls() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ring_backends.cli.plan import parse_bytes, parse_hosts
 from ring_backends.cost.hardware import Hardware
 
 GIVEN = "--latency 1e-3 --bandwidth 1e9 --flops 1e9"
+SIZES = "--seq-len 4096 --ring-size 4 --heads 2 --head-dim 4 --dtype fp32"
 
 
 def planned(tmp_path: Path, arguments: str, *more: Any) -> tuple[dict[str, Any], str]:
@@ -25,9 +27,8 @@ def planned(tmp_path: Path, arguments: str, *more: Any) -> tuple[dict[str, Any],
 
 
 def test_the_command_prints_the_numbers_of_the_model(tmp_path: Path) -> None:
-    sizes = "--seq-len 4096 --ring-size 4 --heads 2 --head-dim 4 --dtype fp32"
     pattern = "--segment-lengths 4096 --dilation-rates 1 --no-causal"
-    found, text = planned(tmp_path, f"{sizes} {pattern} --memory 1GB {GIVEN}")
+    found, text = planned(tmp_path, f"{SIZES} {pattern} --memory 1GB {GIVEN}")
     cost, hardware = full(4096, 4), replace(PLAIN, backward_flops_per_second=1e9)
     assert Hardware.of(found["hardware"]) == hardware
     seconds = {name: cost.call_seconds(hardware, backward=name == "backward") for name in ("forward", "backward")}
@@ -62,8 +63,7 @@ def test_the_sentence_of_the_verdict(arguments: str, sentence: str) -> None:
 
 
 def test_windows(tmp_path: Path) -> None:
-    sizes = "--seq-len 4096 --ring-size 4 --heads 2 --head-dim 4 --dtype fp32"
-    found, text = planned(tmp_path, f"{sizes} --segment-lengths none --dilation-rates 1 --window-lengths 257 {GIVEN}")
+    found, text = planned(tmp_path, f"{SIZES} --segment-lengths none --dilation-rates 1 --window-lengths 257 {GIVEN}")
     assert "│ 4,096 │ 257 │ 1 │ 2 │" in " ".join(text.split())
     assert (found["options"]["segment_lengths"], found["options"]["window_lengths"]) == ([None], [257])
     sent = 256 * 2 * (4 + 4) * 4  # the keys and values of 256 positions, which the next rank needs
@@ -85,8 +85,7 @@ def test_hosts(tmp_path: Path) -> None:
 def test_a_probe_is_read(tmp_path: Path) -> None:
     hardware = replace(PLAIN, memory_bytes=10**9)
     measured = {"dtype": "bfloat16", "head_dim": 64, "kernel": "aten_cpu_flash", "ranks": 2, "transport": "gloo"}
-    device = {"device": "CPU with 1 thread per rank", "device_type": "cpu"}
-    probe = {"hardware": asdict(hardware), **measured, **device}
+    probe = {"hardware": asdict(hardware), **measured, "device": "CPU with 1 thread per rank", "device_type": "cpu"}
     file = tmp_path / "probe.json"
     file.write_text(json.dumps({"probe": probe}))
     arguments = "--seq-len 4096 --ring-size 2"
@@ -102,9 +101,7 @@ def test_a_probe_is_read(tmp_path: Path) -> None:
     file.write_text(json.dumps({"probe": probe | {"device_type": "cuda"}}))
     on_gpu, _ = planned(tmp_path, long, file)
     assert on_gpu["ring"]["communication_bytes"] > on_cpu["ring"]["communication_bytes"]
-    error = refused(f"plan {arguments} --dtype fp32 --probe", file)
-    assert "--probe" in error
-    assert "measured in bfloat16" in error
+    assert re.search("--probe.*measured in bfloat16", refused(f"plan {arguments} --dtype fp32 --probe", file))
     file.write_text("{}")
     assert "holds no constants" in refused(f"plan {arguments} --probe", file)
 
@@ -116,7 +113,6 @@ def test_plan_reads_the_probes_of_info(tmp_path: Path) -> None:
     probe = json.loads(file.read_text())["probe"]
     hardware = Hardware.of(probe["hardware"])
     assert (probe["ranks"], probe["dtype"], probe["head_dim"], probe["kernel"]) == (2, "float32", 64, "aten_cpu_flash")
-    assert hardware.memory_bytes is not None
     assert hardware.memory_bytes > 2**20
     assert hardware.tile_seconds == 0
     for backward in (False, True):

@@ -87,8 +87,7 @@ def test_the_rows_hold_what_was_measured(compared: tuple[dict[str, Any], str]) -
         assert row["failed"] is None
         assert row["ranks"] == len(row["peak_memory_bytes"]) == (1 if name == "one rank" else 2)
         assert [len(calls) for calls in row["calls"]["forward_seconds"]] == [2] * row["ranks"]
-        assert row["forward_seconds"] > 0
-        assert row["backward_seconds"] > 0
+        assert min(row["forward_seconds"], row["backward_seconds"]) > 0
         assert set(row["errors"]) == {"out", "dq", "dk", "dv"}
         assert all(0 < error < 1e-5 for error in row["errors"].values()), row
         assert row["bytes_are_computed"] == (name == "all-gather")
@@ -183,15 +182,12 @@ def test_plot_draws_a_file(without_ranks: None, tmp_path: Path) -> None:
     assert drawn.startswith("<?xml")
     for text in ("native, backward", "rank 1", "computing a tile", "hop posted"):
         assert text in drawn  # matplotlib writes the text it draws as a comment
-    error = refused("compare --plot", tmp_path / "bars.docx")
-    assert "--plot: plot = " in error
-    assert ".svg" in error
+    check_refusal("--plot: plot = .*\\.svg", "compare --plot", tmp_path / "bars.docx")
 
 
 def test_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plotting, "find_spec", lambda name: None)
-    error = refused("compare --plot", "bars.png")
-    assert "matplotlib is not installed; pip install 'ring-backends[plot]'" in error
+    assert "matplotlib is not installed; pip install 'ring-backends[plot]'" in refused("compare --plot", "bars.png")
 
 
 @pytest.mark.parametrize(
@@ -207,8 +203,8 @@ def test_an_error_is_one_line_that_names_the_option(arguments: str, line: str) -
 
 
 def test_a_launchers_world_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
     assert "run the command without torchrun" in refused("compare")
 
 

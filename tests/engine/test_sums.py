@@ -137,8 +137,7 @@ def check_block(block: HeadBlock, local_len: int) -> None:
         everything = torch.arange(local_len * num_heads).view(1, local_len, num_heads)
 
         def elements(rows: DilatedRows, everything: Tensor = everything) -> list[int]:
-            numbers: list[int] = gather(everything, rows).flatten().tolist()
-            return numbers
+            return gather(everything, rows).flatten().tolist()
 
         of_base = [x for tile in tiles if tile.branch == block.roles.base for x in elements(getattr(tile, side))]
         assert sorted(of_base) == everything.flatten().tolist()

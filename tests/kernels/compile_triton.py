@@ -129,7 +129,6 @@ def resources(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capabi
         ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         ptx.write_text(compiled.asm["ptx"])
         architecture = re.search(r"\.target (\w+)", compiled.asm["ptx"])
-        assert architecture is not None
         ptxas = get_ptxas(capability).path
         report = run_tool(ptxas, "-v", f"--gpu-name={architecture[1]}", str(ptx), "-o", str(cubin)).stderr
         cubin.write_bytes(compiled.asm["cubin"])  # which a launch would load

@@ -13,6 +13,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ring_backends.kernels import Kernel, KernelInputs, TileInputs, kernels, widths
 from ring_backends.kernels.aten_cpu import AtenCpuFlashKernel
@@ -48,9 +49,7 @@ class CountOperators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.counts[str(func)] += 1
-        for x in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(x, Tensor):
-                self.results.append((str(func), x.shape))
+        self.results += [(str(func), x.shape) for x in tree_leaves(result) if isinstance(x, Tensor)]
         return result
 
 

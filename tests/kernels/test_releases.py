@@ -18,6 +18,9 @@ from ring_backends.torch_internals import internal
 CPU_FLASH = KernelInputs(torch.device("cpu"), torch.float64, head_dim=8)
 
 
+FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
+
+
 @pytest.fixture(autouse=True)
 def forget_reasons() -> Iterator[None]:
     operators._reason.cache_clear()
@@ -26,20 +29,18 @@ def forget_reasons() -> Iterator[None]:
 
 
 @pytest.fixture
-def renamed_operator(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Make torch behave as if it had renamed the forward of CPU flash attention. Returns the old name."""
-    name = "_scaled_dot_product_flash_attention_for_cpu"
+def renamed_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make torch behave as if it had renamed the forward of CPU flash attention."""
     namespace = type(torch.ops.aten)
     find = namespace.__getattr__
 
     def find_others(self: object, wanted: str) -> object:
-        if wanted == name:
+        if wanted == FORWARD:
             raise AttributeError(wanted)
         return find(self, wanted)
 
-    monkeypatch.delattr(torch.ops.aten, name, raising=False)
+    monkeypatch.delattr(torch.ops.aten, FORWARD, raising=False)
     monkeypatch.setattr(namespace, "__getattr__", find_others)
-    return name
 
 
 def test_this_torch_has_every_operator_unchanged() -> None:
@@ -47,15 +48,15 @@ def test_this_torch_has_every_operator_unchanged() -> None:
     assert {name for kernel in kernels() for name in kernel.operators} == set(operators.SCHEMAS)
 
 
-def test_without_its_operator_a_kernel_gives_the_reason_and_the_next_one_runs(renamed_operator: str) -> None:
-    reason = f"torch {torch.__version__} has no aten::{renamed_operator}"
+def test_without_its_operator_a_kernel_gives_the_reason_and_the_next_one_runs(renamed_operator: None) -> None:
+    reason = f"torch {torch.__version__} has no aten::{FORWARD}"
     assert select_kernel("auto", CPU_FLASH).name == "math"
     with pytest.raises(ValueError, match=reason.replace("+", r"\+")):
         select_kernel("aten_cpu_flash", CPU_FLASH)
     assert reason in " ".join(shown("info").split())
-    query, key, value = torch.randn(3, 1, 50, 2, 8, dtype=torch.float64)
-    got = dilated_attention(query, key, value, [8, 64], [1, 3], is_causal=True, return_lse=True)
-    right = reference_attention(query, key, value, [8, 64], [1, 3], is_causal=True)
+    rows = torch.randn(3, 1, 50, 2, 8, dtype=torch.float64)
+    got = dilated_attention(*rows, [8, 64], [1, 3], is_causal=True, return_lse=True)
+    right = reference_attention(*rows, [8, 64], [1, 3], is_causal=True)
     torch.testing.assert_close(got, right)
 
 
@@ -69,20 +70,18 @@ def test_without_its_operator_a_kernel_gives_the_reason_and_the_next_one_runs(re
 )
 def test_a_changed_schema_is_a_reason(monkeypatch: pytest.MonkeyPatch, before: str, after: str) -> None:
     # The release differs from what the kernel expects, so it does not matter which of the two is modified.
-    name = "_scaled_dot_product_flash_attention_for_cpu"
-    assert before in operators.SCHEMAS[name]
-    monkeypatch.setitem(operators.SCHEMAS, name, operators.SCHEMAS[name].replace(before, after))
-    (reason,) = operators.operator_reasons([name])
-    assert reason.startswith(f"torch {torch.__version__} has changed aten::{name}; its schema is now")
+    assert before in operators.SCHEMAS[FORWARD]
+    monkeypatch.setitem(operators.SCHEMAS, FORWARD, operators.SCHEMAS[FORWARD].replace(before, after))
+    (reason,) = operators.operator_reasons([FORWARD])
+    assert reason.startswith(f"torch {torch.__version__} has changed aten::{FORWARD}; its schema is now")
     assert select_kernel("auto", CPU_FLASH).name == "math"
 
 
 def test_a_new_argument_with_a_default_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "_scaled_dot_product_flash_attention_for_cpu"
-    without_scale = operators.SCHEMAS[name].replace(", float? scale=None", "")
-    assert without_scale != operators.SCHEMAS[name]
-    monkeypatch.setitem(operators.SCHEMAS, name, without_scale)
-    assert operators.operator_reasons([name]) == []
+    without_scale = operators.SCHEMAS[FORWARD].replace(", float? scale=None", "")
+    assert without_scale != operators.SCHEMAS[FORWARD]
+    monkeypatch.setitem(operators.SCHEMAS, FORWARD, without_scale)
+    assert operators.operator_reasons([FORWARD]) == []
 
 
 def test_a_missing_private_name_is_named() -> None:

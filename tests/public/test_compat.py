@@ -84,7 +84,6 @@ def test_modules_share_a_ring(pair: World) -> None:
 def after_a_failure() -> tuple[bool, list[Tensor]]:
     called("RingDilatedAttentionV2", False)
     ring = next(reversed(compat._rings.values()))
-    assert ring.agreement is not None
     ring.agreement._failure = "a rank was lost"
     results = called("RingDilatedAttentionV2", False)
     return next(reversed(compat._rings.values())) is not ring, results

@@ -45,11 +45,10 @@ def test_a_ring_shares_its_documents_and_all_rings_cover_them(data_size: int, ri
 
 
 def test_an_uneven_number_of_documents_is_padded_or_cut() -> None:
-    padded, cut = ([drawn(ring, 7, seed=1, drop_last=is_cut) for ring, _ in rings(2, 2)] for is_cut in (False, True))
-    assert [len(part) for part in padded] == [4, 4]
-    assert set(itertools.chain(*padded)) == set(range(7))
-    assert [len(part) for part in cut] == [3, 3]
-    assert len(set(itertools.chain(*cut))) == 6
+    for is_cut, lengths, documents in ((False, [4, 4], 7), (True, [3, 3], 6)):
+        parts = [drawn(ring, 7, seed=1, drop_last=is_cut) for ring, _ in rings(2, 2)]
+        assert [len(part) for part in parts] == lengths
+        assert len(set(itertools.chain(*parts))) == documents
 
 
 def test_the_order_follows_from_seed_and_epoch_alone() -> None:
@@ -115,24 +114,20 @@ def test_invalid_lengths_and_weights(options: dict[str, object], message: str) -
 def test_a_loader_gives_every_rank_its_shard_of_the_document() -> None:
     dataset = TensorDataset(torch.arange(4 * 10).view(4, 10))
     seen: dict[int, list[Tensor]] = {}
-    for ring in rings(2, 2):
-        for rank in ring:
-            for (document,) in DataLoader(dataset, batch_size=1, sampler=ring_sampler(dataset, rank)):
-                seen.setdefault(int(document[0, 0]), []).append(rank.shard(document, dim=1))
+    for rank in itertools.chain(*rings(2, 2)):
+        for (document,) in DataLoader(dataset, batch_size=1, sampler=ring_sampler(dataset, rank)):
+            seen.setdefault(int(document[0, 0]), []).append(rank.shard(document, dim=1))
     assert sorted(seen) == [0, 10, 20, 30]
     for start, shards in seen.items():
         assert torch.cat(shards, dim=1).tolist() == [list(range(start, start + 10))]
 
 
 def test_rank_seeds_differ_and_are_reproducible() -> None:
-    every = [rank for ring in rings(4, 8) for rank in ring]
-    seeds = {(seed, rank.data_rank, rank.rank): rank_seed(seed, rank) for seed in range(-2, 20) for rank in every}
-    assert len(set(seeds.values())) == len(seeds)
-    assert len({seed % 2**32 for seed in seeds.values()}) == len(seeds)
-    assert all(0 <= seed < 2**63 for seed in seeds.values())
+    seeds = [rank_seed(seed, rank) for seed in range(-2, 20) for rank in itertools.chain(*rings(4, 8))]
+    assert all(0 <= seed < 2**63 for seed in seeds)
     assert rank_seed(0, Ring()) == 300471914551172981
-    draws = {tuple(torch.rand(4, generator=torch.Generator().manual_seed(seed)).tolist()) for seed in seeds.values()}
-    assert len(draws) == len(seeds)
+    draws = {tuple(torch.rand(4, generator=torch.Generator().manual_seed(seed)).tolist()) for seed in seeds}
+    assert len({*seeds}) == len({seed % 2**32 for seed in seeds}) == len(draws) == len(seeds)
 
 
 def test_a_seed_is_an_int() -> None:

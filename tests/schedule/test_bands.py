@@ -52,8 +52,6 @@ def test_parts_are_kernel_calls_that_cover_the_band_once(queries, keys, below, a
     assume(below is None or above is None or below + above >= 0)
     part = trimmed(range(queries), range(keys), Band(below, above))
     assume(part is not None and part.band is not None)
-    assert part is not None
-    assert part.band is not None
     size = len(part.queries), len(part.keys)
     times_seen = torch.zeros(size, dtype=torch.int64)
     for some_queries, some_keys, band in parts_of(*size, part.band, max_rows):
@@ -73,7 +71,6 @@ def test_a_window_meets_its_own_rows_first(rows: int, width: int, is_causal: boo
     """Of the parts of a window, one has the queries and keys of the same rows, before others add to these."""
     band = Band(width, 0 if is_causal else width).limits(rows, rows)
     assume(band is not None and band.below is not None)
-    assert band is not None
     own: list[int] = []
     for queries, keys, _ in parts_of(rows, rows, band, max_rows):
         if queries == keys:
