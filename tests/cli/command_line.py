@@ -129,8 +129,7 @@ def shown(words: str, *more: Any) -> str:
     """Run a command as :func:`invoke`, without an error. Returns the printed text."""
     done = invoke(words, *more)
     assert done.exit_code == 0, done.output
-    printed: str = done.stdout
-    return printed
+    return done.stdout
 
 
 def refused(words: str, *more: Any) -> str:
@@ -138,8 +137,7 @@ def refused(words: str, *more: Any) -> str:
     done = invoke(words, *more)
     assert done.exit_code == 2, done.output
     assert "Traceback" not in done.stderr
-    error: str = done.stderr
-    return error
+    return done.stderr
 
 
 def check_refusal(line: str, words: str, *more: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -57,12 +58,11 @@ def test_no_tile_is_computed_twice(run: Any) -> None:
 
 def test_the_kept_tensors_are_out_and_lse() -> None:
     """Tensors of tiles are not kept."""
-    kept: list[tuple[Any, tuple[int, ...]]] = []
     with keep_attention()[0] as forward:
         region(*inputs(torch.bfloat16))
     stored = forward.storage[attention_operators()[0]]  # private: a list until torch 2.12, later a dict
-    for wrapped in stored.values() if isinstance(stored, dict) else stored:
-        kept += [(tensor.val.dtype, tuple(tensor.val.shape)) for tensor in wrapped]
+    wrapped = itertools.chain(*(stored.values() if isinstance(stored, dict) else stored))
+    kept = [(tensor.val.dtype, tuple(tensor.val.shape)) for tensor in wrapped]
     of_call = [(torch.bfloat16, (1, 64, 4, 8)), (torch.float32, (1, 64, 4)), (torch.int64, (2,))]
     assert kept == 2 * of_call
 
@@ -81,9 +81,8 @@ def test_flop_counters_count_operations_inside() -> None:
     assert counter.get_total_flops() == 2 * 2 * 4 * 64 * 64 * 8
 
 
-@pytest.mark.parametrize("bad", [(torch.ones(3), ValueError), (None, TypeError)], ids=["shape", "type"])
-def test_errors_come_through_a_checkpoint(bad: tuple[Any, type[Exception]]) -> None:
-    key, error = bad
+@pytest.mark.parametrize(("key", "error"), [(torch.ones(3), ValueError), (None, TypeError)], ids=["shape", "type"])
+def test_errors_come_through_a_checkpoint(key: Any, error: type[Exception]) -> None:
     query, _, value = inputs()
     with pytest.raises(error):
         checkpoint(region, query, key, value, use_reentrant=False, context_fn=keep_attention)

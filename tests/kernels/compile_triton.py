@@ -42,20 +42,22 @@ VARIANTS = {
 }
 
 
+Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""A kernel and the arguments of its launch."""
+
+
 @dataclass(eq=False)
 class Recorder:
     """Stands for a kernel, and records the arguments of its launches."""
 
     kernel: Any
-    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    calls: list[Launch] = field(default_factory=list)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *args, **kwargs: self.calls.append((self.kernel, args, kwargs))
 
 
-def recorded(
-    variant: str, capability: int, head_dim: int, dtype: torch.dtype
-) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+def recorded(variant: str, capability: int, head_dim: int, dtype: torch.dtype) -> list[Launch]:
     """The launches of a variant."""
     recorders = [Recorder(kernel) for kernel in triton_launch.kernels()[:-1]]
     replaced = triton_launch.Kernels(*recorders, is_interpreted=False)

@@ -21,6 +21,9 @@ from ring_backends.testing.strategies import AttentionCase, attention_cases
 Row = tuple[int, int]
 """The head and the position of a local row; or the offset of its parcel in the buffer, and its number in the parcel."""
 
+Entries = list[list[list[Row]]]
+"""The rows of each entry and segment."""
+
 OFFSET = 1000
 """How far apart the slices of parcels lie."""
 
@@ -56,14 +59,14 @@ def check_table(tiles: tuple[Tile, ...]) -> None:
     check_opening(table, tiles, queries)
 
 
-def check_opening(table: TileTable, tiles: tuple[Tile, ...], queries: list[list[list[Row]]]) -> None:
+def check_opening(table: TileTable, tiles: tuple[Tile, ...], queries: Entries) -> None:
     opening = (entry for tile in tiles if tile.opens_queries for entry in local_rows(tile.queries))
     opens = table.by_query.bounds[:, 2].tolist()
     stored = chain.from_iterable(entry for entry, is_open in zip(queries, opens, strict=True) if is_open)
     assert {*chain.from_iterable(stored)} == {*chain.from_iterable(chain.from_iterable(opening))}
 
 
-def local_rows(rows: DilatedRows) -> list[list[list[Row]]]:
+def local_rows(rows: DilatedRows) -> Entries:
     """The rows of each head and segment."""
     return [
         [
@@ -77,7 +80,7 @@ def local_rows(rows: DilatedRows) -> list[list[list[Row]]]:
 
 def pairs_of_tile(tile: Tile, offset_of: dict[object, int]) -> Iterator[tuple[Row, Row]]:
     if isinstance(tile.keys, ParcelRows):
-        streams: list[list[list[Row]]] = [[[]] for _ in range(tile.keys.num_heads)]
+        streams: Entries = [[[]] for _ in range(tile.keys.num_heads)]
         for part in tile.keys.parts:
             for stream, (rows,) in zip(part.streams, streams, strict=True):
                 first = stream * part.parcel.rows
@@ -95,7 +98,7 @@ def visible_pairs(queries: list[Row], keys: list[Row], band: Band) -> Iterator[t
             yield query, key
 
 
-def entries(table: Tensor) -> list[list[list[Row]]]:
+def entries(table: Tensor) -> Entries:
     """The rows of each entry and segment of a table."""
     found = []
     for head, first, stride, rate, rows, segments, *others in table.tolist():
@@ -106,7 +109,7 @@ def entries(table: Tensor) -> list[list[list[Row]]]:
 
 
 def linked_pairs(
-    owners: Owners, own: list[list[list[Row]]], others: list[list[list[Row]]], *, is_by_key: bool = False
+    owners: Owners, own: Entries, others: Entries, *, is_by_key: bool = False
 ) -> Iterator[tuple[Row, Row]]:
     for entry, (first, end, _) in zip(own, owners.bounds.tolist(), strict=True):
         for other, _, below, above in owners.links[first:end].tolist():

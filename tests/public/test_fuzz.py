@@ -57,7 +57,9 @@ ARGUMENTS = (
 )
 
 
-def check_attention(case: AttentionCase, changes: dict[str, Any]) -> None:
+@FUZZ
+@given(attention_cases(max_n=24), st.dictionaries(st.sampled_from(ARGUMENTS), JUNK, min_size=1, max_size=3))
+def test_attention(case: AttentionCase, changes: dict[str, Any]) -> None:
     """Make a valid call with some arguments replaced by arbitrary values."""
     query, key, value, _, mask = case.tensors()
     arguments = {"query": query, "key": key, "value": value, "key_padding_mask": mask, **case.options()}
@@ -73,12 +75,6 @@ def check_attention(case: AttentionCase, changes: dict[str, Any]) -> None:
     moderate = finite and abs(arguments["scale"] or 1) < 1e3
     if moderate and all(x.abs().amax() < 1e3 for x in numbers if x.numel()):
         assert out.isfinite().all()
-
-
-@FUZZ
-@given(attention_cases(max_n=24), st.dictionaries(st.sampled_from(ARGUMENTS), JUNK, min_size=1, max_size=3))
-def test_attention(case: AttentionCase, changes: dict[str, Any]) -> None:
-    check_attention(case, changes)
 
 
 @FUZZ
