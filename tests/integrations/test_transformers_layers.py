@@ -9,7 +9,7 @@ import pytest
 import torch
 from native_ranks import assert_near, on_ring
 from small_models import VOCABULARY, build, transformers
-from tiny_models import models
+from tiny_models import TinyModel, models
 from torch import Tensor
 from transformers_checks import CALL_SECONDS, PRELOAD, Check, Verdict, find_configuration, further_check
 
@@ -18,6 +18,7 @@ from ring_backends.adapters import native
 from ring_backends.integrations.transformers import describe, generate, register, shard_inputs, use_ring
 from ring_backends.integrations.transformers.layers import read_mask
 from ring_backends.testing.marks import matrix_but
+from ring_backends.testing.rings import LAYOUTS
 from ring_backends.testing.world import World
 
 TOLERANCE = 1e-5
@@ -26,6 +27,8 @@ QUICK = ("GptOssForCausalLM", "Gemma2ForCausalLM", "Llama4ForCausalLM")
 CLASSES = (
     *QUICK,
     *(f"{name}ForCausalLM" for name in ("Gemma3", "Mistral", "Qwen2", "Phi3", "Cohere2", "DeepseekV3")),
+    # Two attentions in a layer, layers that run several times, layers that do not run, and positions after padding.
+    *(f"{name}ForCausalLM" for name in ("DiffLlama", "HrmText", "Mllama", "OPT")),
     "ModernBertForMaskedLM",
 )
 CHECKS = {
@@ -41,16 +44,29 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[World]:
         yield ranks
 
 
+def configured(ranks: World, name: str) -> TinyModel:
+    (found,) = ranks.run(find_configuration, MODELS[name], ranks=[0])[:1]
+    assert not isinstance(found, Verdict), found
+    return found[0]
+
+
 @pytest.mark.parametrize("name", matrix_but(*QUICK, of=CLASSES))
 def test_rings_of_two_and_three_equal_one_process(ranks: World, name: str) -> None:
     """Logits and gradients, padded and packed, and the logits of new tokens."""
-    (found,) = ranks.run(find_configuration, MODELS[name], ranks=[0])[:1]
-    assert not isinstance(found, Verdict), found
+    model = configured(ranks, name)
     for way, check in CHECKS.items():
-        if way != "generate" or MODELS[name].kind == "causal":
-            verdict = further_check(ranks, found[0], check, TOLERANCE)
+        if way != "generate" or model.kind == "causal":
+            verdict = further_check(ranks, model, check, TOLERANCE)
             has_chunks = name == "Llama4ForCausalLM" and way == "generate"
             assert verdict.status == ("REFUSED" if has_chunks else "EQUAL"), (way, verdict)
+
+
+@pytest.mark.parametrize("name", ["RobertaForMaskedLM", "OPTForCausalLM", "LlamaForCausalLM", "DeepseekV3ForCausalLM"])
+@pytest.mark.parametrize("layout", matrix_but("zigzag", of=LAYOUTS))
+def test_padding_on_the_left(ranks: World, name: str, layout: Any) -> None:
+    """Also of models that count positions from the first token after the padding, or have values of another width."""
+    verdict = further_check(ranks, configured(ranks, name), Check(layout=layout, padding="left"), TOLERANCE)
+    assert verdict.status == "EQUAL", verdict
 
 
 N, WINDOW = 45, 9

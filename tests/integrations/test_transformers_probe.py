@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from native_ranks import assert_near, assert_sums, on_ring
+from native_ranks import assert_near, on_ring
 from small_models import transformers
 from torch import Tensor
 from torch.nn import functional as F
@@ -36,14 +35,9 @@ SIZES |= {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 3}
 SIZES |= {"forced_eos_token_id": None, "use_cache": False}
 """Sizes of small models. A configuration ignores those that it does not have."""
 
-_LLAMA_4 = {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": None}
-_DEEPSEEK = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "mobilebert": {"embedding_size": 32, "intra_bottleneck_size": 16, "true_hidden_size": 16},
     "xlstm": {"hidden_size": 32, "embedding_dim": 32, "num_blocks": 2, "chunk_size": 8},
-    "llama4_text": {"num_key_value_heads": 2, "layer_types": ["full_attention"] * 2, **_LLAMA_4},
-    "mllama_text_model": {"num_key_value_heads": 4, "cross_attention_layers": [1]},
-    "deepseek_v3": {"first_k_dense_replace": 2, **_DEEPSEEK},
 }
 SCALES = dict.fromkeys(("OPTForCausalLM", "WhisperForCausalLM", "EsmForMaskedLM"), 1.0)
 """The scale of the scores, where it is not that of the head dim."""
@@ -77,6 +71,14 @@ def registered(model: Any, ring: Ring, **options: Any) -> Any:
     register(attention(ring, model), **options)
     model.set_attn_implementation("ring_dilated")
     return model
+
+
+def call_on_a_ring(model: Any, ring: Ring, way: str, batch: dict[str, Tensor]) -> Any:
+    """Call a model, whose attention has been put on a ring by ``way``, with a whole batch."""
+    return model(**(batch if way == "use_ring" else shard_inputs(ring, **batch)))
+
+
+WAYS: dict[str, Any] = {"use_ring": on_a_ring, "register": registered}
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -209,16 +211,8 @@ def check_sharded_model(ring: Ring, way: str) -> None:
     model, batch = make(), batch_of("right")
     wanted = model(**batch).logits.detach()
     fully_shard(model, mesh=DeviceMesh("cpu", [*ring.ranks]))
-    if way == "use_ring":
-        logits = on_a_ring(model, ring)(**batch).logits
-    else:
-        logits = registered(model, ring)(**shard_inputs(ring, **batch)).logits
+    logits = call_on_a_ring(WAYS[way](model, ring), ring, way, batch).logits
     assert_near(ring.unshard(logits.detach(), seq_len=N)[0], wanted[0], 1e-5)
-
-
-@pytest.mark.parametrize("way", ["use_ring", "register"])
-def test_a_probe_of_sharded_parameters(pair: World, way: str) -> None:
-    pair.run(on_ring, check_sharded_model, way)
 
 
 def test_a_probe_leaves_nothing_behind() -> None:
@@ -243,15 +237,6 @@ def batch_of(padding: str) -> dict[str, Tensor]:
     return {"input_ids": input_ids, "attention_mask": mask}
 
 
-def logits_and_gradients(model: Any, batch: dict[str, Tensor], ring: Ring) -> tuple[Tensor, list[Tensor]]:
-    logits = model(**batch).logits
-    weights = torch.randn(2, N, VOCABULARY, generator=torch.Generator().manual_seed(2))
-    weights = weights * batch["attention_mask"].unsqueeze(-1)
-    grads = torch.autograd.grad(logits, [*model.parameters()], ring.shard(weights), allow_unused=True)
-    found = [torch.zeros(()) if grad is None else grad for grad in grads]
-    return ring.unshard(logits.detach(), seq_len=N) * batch["attention_mask"].unsqueeze(-1), found
-
-
 def check_findings(ring: Ring) -> None:
     """As by loaders that give only the first rank parameters with values."""
     model = on_a_ring(make("OPTForCausalLM"), ring, probe=ring.rank == 0)
@@ -264,37 +249,16 @@ def test_findings_that_differ_between_the_ranks(pair: World) -> None:
 
 
 def check_skipped_layers(ring: Ring, way: str) -> None:
-    model = make("OPTForCausalLM", layerdrop=0.5).train()
-    batch: dict[str, Any] = batch_of("right")
-    if way == "use_ring":
-        on_a_ring(model, ring)
-    else:
-        registered(model, ring)
-        batch = shard_inputs(ring, **batch)
+    model, batch = WAYS[way](make("OPTForCausalLM", layerdrop=0.5).train(), ring), batch_of("right")
     with pytest.raises(ValueError, match=r"^layerdrop = 0\.5: each rank of a ring would skip other layers"):
-        model(**batch)
-    model.eval()
-    model(**batch)
+        call_on_a_ring(model, ring, way, batch)
+    call_on_a_ring(model.eval(), ring, way, batch)
 
 
-@pytest.mark.parametrize("way", ["use_ring", "register"])
-def test_layers_that_are_skipped_at_random(pair: World, way: str) -> None:
-    pair.run(on_ring, check_skipped_layers, way)
-
-
-def padded_on_the_left(ring: Ring, name: str) -> tuple[Tensor, list[Tensor]]:
-    return logits_and_gradients(on_a_ring(make(name), ring), batch_of("left"), ring)
-
-
-@pytest.mark.parametrize("name", ["RobertaForMaskedLM", "OPTForCausalLM", "LlamaForCausalLM", "DeepseekV3ForCausalLM"])
-@pytest.mark.parametrize("layout", matrix_but("zigzag", of=("contiguous", "zigzag")))
-def test_padding_on_the_left(pair: World, name: str, layout: str) -> None:
-    """Also of models that count positions from the first token after the padding, or have values of another width."""
-    wanted, gradients = logits_and_gradients(make(name), batch_of("left"), Ring())
-    by_rank = pair.run(on_ring, padded_on_the_left, name, layout=layout)
-    for logits, _ in by_rank:
-        assert_near(logits, wanted, 1e-5)
-    assert_sums([grads for _, grads in by_rank], gradients, 1e-4)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("check", [check_sharded_model, check_skipped_layers])
+def test_both_ways_to_put_a_model_on_a_ring(pair: World, check: Any, way: str) -> None:
+    pair.run(on_ring, check, way)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32])
@@ -698,33 +662,6 @@ def test_marks_that_contradict(marks: dict[str, Any], message: str) -> None:
 
 
 # --- generation -------------------------------------------------------------------------------------------------------
-
-
-def generated(ring: Ring, name: str) -> Any:
-    model = on_a_ring(make(name), ring)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        tokens = generate(model, ring, **batch_of("left"), max_new_tokens=6, do_sample=False)
-    assert not [warning for warning in found if "past_key_values" in str(warning.message)], found
-    return tokens
-
-
-@pytest.mark.matrix(reason="other models and dtypes run in the quick tests")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "LlamaForCausalLM",
-        "Llama4ForCausalLM",  # its base_model is the model itself
-        "DiffLlamaForCausalLM",  # two attentions in a layer
-        "HrmTextForCausalLM",  # layers that run several times
-        "MllamaForCausalLM",  # layers that do not run
-        "OPTForCausalLM",
-    ],
-)
-def test_generation(pair: World, name: str) -> None:
-    wanted = make(name).generate(**batch_of("left"), max_new_tokens=6, do_sample=False)
-    for found in pair.run(on_ring, generated, name):
-        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
