@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -56,6 +57,18 @@ def make(name: str = "LlamaForCausalLM", **options: Any) -> Any:
         for parameter in model.parameters():  # many are 0 or 1 in a new model
             parameter += torch.randn_like(parameter) * 0.1
     return model
+
+
+def batch_of(padding: str) -> dict[str, Tensor]:
+    """Two documents, the second with padding."""
+    input_ids = torch.randint(4, VOCABULARY, (2, N), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(input_ids)
+    mask[1, slice(0, 15) if padding == "left" else slice(9, N)] = 0
+    input_ids[mask == 0] = 1
+    return {"input_ids": input_ids, "attention_mask": mask}
+
+
+TOKENS, MASK = batch_of("right").values()
 
 
 def attention(ring: Ring | None = None, model: Any = None) -> Any:
@@ -228,24 +241,11 @@ def test_a_probe_leaves_nothing_behind() -> None:
     assert not any(module._forward_hooks for module in model.modules() if module is not model)
 
 
-def batch_of(padding: str) -> dict[str, Tensor]:
-    """Two documents, the second with padding."""
-    input_ids = torch.randint(4, VOCABULARY, (2, N), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(input_ids)
-    mask[1, slice(0, 15) if padding == "left" else slice(9, N)] = 0
-    input_ids[mask == 0] = 1
-    return {"input_ids": input_ids, "attention_mask": mask}
-
-
 def check_findings(ring: Ring) -> None:
     """As by loaders that give only the first rank parameters with values."""
     model = on_a_ring(make("OPTForCausalLM"), ring, probe=ring.rank == 0)
     with pytest.raises(RingMismatchError, match=r"skips_padding \(as use_ring\(\) found them\)"):
         model(**batch_of("left"))
-
-
-def test_findings_that_differ_between_the_ranks(pair: World) -> None:
-    pair.run(on_ring, check_findings)
 
 
 def check_skipped_layers(ring: Ring, way: str) -> None:
@@ -269,16 +269,14 @@ def test_masks_of_every_dtype(dtype: torch.dtype) -> None:
         assert ("is_padded_before_tokens" in inputs) == (padding == "left")
 
 
-def test_padding_tokens_that_the_mask_does_not_mark() -> None:
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_padding_tokens_that_the_mask_does_not_mark(padding: str) -> None:
     """RoBERTa gives every padding token the position before the first, whatever the mask says."""
-    model = on_a_ring(make("RobertaForMaskedLM"))
-    model(batch_of("right")["input_ids"][:1])
-    for padding in ("left", "right"):
-        input_ids = batch_of(padding)["input_ids"]
+    model, input_ids = on_a_ring(make("RobertaForMaskedLM")), batch_of(padding)["input_ids"]
+    model(TOKENS[:1])
+    for call in (model, partial(shard_inputs, Ring(), first_position=2)):
         with pytest.raises(ValueError, match="input_ids has the padding token 1 where there is no padding"):
-            model(input_ids)
-        with pytest.raises(ValueError, match="input_ids has the padding token 1 where there is no padding"):
-            shard_inputs(Ring(), input_ids=input_ids, first_position=2)
+            call(input_ids=input_ids)
 
 
 def test_sequences_shorter_than_the_ring() -> None:
@@ -290,13 +288,6 @@ def test_shards_of_another_layout() -> None:
     model, ring = registered(make(), Ring(), probe=False), Ring(2, 0, layout_kind="zigzag")
     with pytest.raises(ValueError, match="rows of a zigzag layout, and the attention is on a contiguous ring"):
         model(**shard_inputs(ring, input_ids=batch_of("right")["input_ids"][:1], **MARKS["seq_idx"]))
-
-
-def test_padding_between_tokens() -> None:
-    model, batch = on_a_ring(make("RobertaForMaskedLM")), batch_of("right")
-    batch["input_ids"][0, 3], batch["attention_mask"][0, 3] = 1, 0
-    with pytest.raises(ValueError, match="input_ids has padding between tokens: roberta"):
-        model(**batch)
 
 
 def loss_of(model: Any, padding: str = "right") -> Any:
@@ -411,8 +402,18 @@ def check_registered_models(ring: Ring) -> None:
     registered(make("BartForCausalLM"), ring, probe=False)(**inputs)
 
 
-def test_registered_models_are_probed(pair: World) -> None:
-    pair.run(on_ring, check_registered_models)
+def check_other_weights(ring: Ring) -> None:
+    model = make()
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += ring.rank
+    message = r"(?s)load the same checkpoint on every rank.*the ranks differ in lm_head\.weight"
+    with pytest.raises(RingMismatchError, match=message):
+        on_a_ring(model, ring)
+
+
+@pytest.mark.parametrize("check", [check_findings, check_registered_models, check_other_weights])
+def test_models_on_two_ranks(pair: World, check: Any) -> None:
+    pair.run(on_ring, check)
 
 
 def check_positions_of_opt(ring: Ring) -> None:
@@ -489,11 +490,6 @@ def check_peft(ring: Ring) -> None:
     on_a_ring(merged, ring)(**batch)
 
 
-def test_calls_around_the_hooks_of_peft(pair: World) -> None:
-    pytest.importorskip("peft")
-    pair.run(on_ring, check_peft)
-
-
 def adapted_later(ring: Ring | None) -> dict[str, Tensor]:
     """The logits of all rows, the loss, and this rank's gradients of adapters that a model gets on a ring, or alone."""
     model, batch = make(), batch_of("right")
@@ -542,22 +538,10 @@ def check_removal(ring: Ring) -> None:
     assert_near(classifier(**batch).logits, wanted, 1e-9)
 
 
-def test_models_that_are_taken_off_a_ring(pair: World) -> None:
+@pytest.mark.parametrize("check", [check_peft, check_removal])
+def test_peft_on_two_ranks(pair: World, check: Any) -> None:
     pytest.importorskip("peft")
-    pair.run(on_ring, check_removal)
-
-
-def check_other_weights(ring: Ring) -> None:
-    model = make()
-    with torch.no_grad():
-        model.lm_head.weight[0, 0] += ring.rank
-    message = r"(?s)load the same checkpoint on every rank.*the ranks differ in lm_head\.weight"
-    with pytest.raises(RingMismatchError, match=message):
-        on_a_ring(model, ring)
-
-
-def test_ranks_with_different_weights(pair: World) -> None:
-    pair.run(on_ring, check_other_weights)
+    pair.run(on_ring, check)
 
 
 ROUTER = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -573,12 +557,6 @@ def test_a_router_coefficient_that_is_set_later() -> None:
         assert_near(losses[1], losses[0], 1e-5)
 
 
-def test_an_ignored_index_of_the_users_is_refused() -> None:
-    batch = batch_of("right")
-    with pytest.raises(ValueError, match="ignore_index is given: the loss of a ring ignores labels of -100"):
-        on_a_ring(make())(**batch, labels=batch["input_ids"], ignore_index=0)
-
-
 def test_a_loss_that_is_replaced_later_is_refused() -> None:
     model, batch = on_a_ring(make()), batch_of("right")
     model(**batch, labels=batch["input_ids"])
@@ -588,11 +566,32 @@ def test_a_loss_that_is_replaced_later_is_refused() -> None:
         model(**batch, labels=batch["input_ids"])
 
 
-def test_a_sequence_without_tokens_is_refused() -> None:
-    model, batch = on_a_ring(make("LlamaForSequenceClassification", pad_token_id=1)), batch_of("right")
-    batch["input_ids"][1] = 1
-    with pytest.raises(ValueError, match="input_ids has only padding in sequence 1"):
-        model(**batch)
+IS_KEPT, EMPTY = torch.arange(N) != 3, TOKENS.where(torch.tensor([[True], [False]]), 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            "LlamaForCausalLM",
+            {"labels": TOKENS, "ignore_index": 0},
+            "ignore_index is given: the loss of a ring ignores",
+        ),
+        ("LlamaForSequenceClassification", {"input_ids": EMPTY}, "input_ids has only padding in sequence 1"),
+        (
+            "RobertaForMaskedLM",
+            {"input_ids": TOKENS.where(IS_KEPT, 1), "attention_mask": MASK * IS_KEPT},
+            "input_ids has padding between tokens: roberta",
+        ),
+        *[
+            ("LlamaForCausalLM", {name: transformers.DynamicCache()}, f"{name} is given: key/value caches")
+            for name in ("cache", "past_key_values")
+        ],
+    ],
+)
+def test_calls_that_are_refused(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        on_a_ring(make(name))(**{"input_ids": TOKENS, "attention_mask": MASK, **changes})
 
 
 def test_a_model_on_a_ring_is_copied_but_not_pickled() -> None:
@@ -659,16 +658,3 @@ IN_TWO_PLACES = torch.tensor([[1] * 8 + [0] * 2 + [1] * 8 + [2] * 6])
 def test_marks_that_contradict(marks: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         shard_inputs(Ring(), input_ids=torch.ones(1, N, dtype=torch.int64), **marks)
-
-
-# --- generation -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["cache", "past_key_values"])
-def test_caches_of_ones_own_are_refused(name: str) -> None:
-    ring = Ring()
-    model = on_a_ring(make(), ring)
-    with pytest.raises(ValueError, match=f"{name} is given: key/value caches"):
-        model(torch.ones(1, N, dtype=torch.int64), **{name: transformers.DynamicCache()})
-    with pytest.raises(ValueError, match=f"{name} is given: not supported by a ring"):
-        generate(model, ring, torch.ones(1, 3, dtype=torch.int64), **{name: transformers.DynamicCache()})
