@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from native_ranks import world_of
-from trainer_cases import Case, assert_equal, make_attached
+from trainer_cases import Case, assert_equal, make_attached, measures_of, parameters_of
 
 from ring_backends.testing.world import World
 
@@ -33,10 +33,9 @@ def run(ring_size: int | None, has_liger: bool) -> dict[str, Any]:
     outputs: list[Any] = []
     trainer.model.register_forward_hook(lambda model, args, output: outputs.append(output))
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    results = {"losses": torch.tensor(losses), "evaluated": torch.tensor(trainer.evaluate()["eval_loss"])}
+    results = measures_of(trainer, "loss") | {"evaluated": torch.tensor(trainer.evaluate()["eval_loss"])}
     assert all((output.get("logits") is None) == has_liger for output in outputs)
-    return results | {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}
+    return results | parameters_of(trainer.accelerator, trainer.model)
 
 
 @pytest.mark.timeout(600)

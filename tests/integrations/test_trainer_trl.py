@@ -26,7 +26,7 @@ pytestmark = pytest.mark.matrix(reason="only the environments of the matrix have
 PRELOAD = ["trl", "transformers.models.llama.modeling_llama", "ring_backends.integrations.trainer"]
 two, three, four = (world_of(size, *PRELOAD) for size in (2, 3, 4))
 
-STEPS, WORDS = 10, 18
+WORDS = 18
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ' ' }}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] + ' end ' }}{% endgeneration %}"
@@ -49,39 +49,28 @@ def words(index: int, longest: int = 40) -> str:
     return " ".join(f"w{int(number)}" for number in torch.randint(WORDS, (length,), generator=generator))
 
 
-def texts(number: int) -> Dataset:
-    return Dataset.from_list([{"text": words(index)} for index in range(number)])
+def text(index: int) -> dict[str, Any]:
+    return {"text": words(index)}
 
 
-def completions(number: int) -> Dataset:
-    return Dataset.from_list([{"prompt": words(i, 20), "completion": " " + words(i + 99, 20)} for i in range(number)])
+def completion(index: int) -> dict[str, Any]:
+    return {"prompt": words(index, 20), "completion": " " + words(index + 99, 20)}
 
 
-def conversations(number: int) -> Dataset:
-    def message(role: str, index: int) -> dict[str, str]:
-        return {"role": role, "content": words(index, 12)}
-
+def conversation(index: int) -> dict[str, Any]:
     roles = ("user", "assistant", "user", "assistant")
-    return Dataset.from_list(
-        [{"messages": [message(role, 7 * i + turn) for turn, role in enumerate(roles)]} for i in range(number)]
-    )
+    return {"messages": [{"role": role, "content": words(7 * index + turn, 12)} for turn, role in enumerate(roles)]}
 
 
-def pairs(number: int) -> Dataset:
-    """Preferred and other completions."""
-
-    def pair(index: int) -> dict[str, str]:
-        chosen, rejected = (" " + words(index + other, 20) for other in (99, 999))
-        return {"prompt": words(index, 20), "chosen": chosen, "rejected": rejected}
-
-    return Dataset.from_list([pair(index) for index in range(number)])
+def pair(index: int) -> dict[str, Any]:
+    """A preferred and another completion."""
+    chosen, rejected = (" " + words(index + other, 20) for other in (99, 999))
+    return {"prompt": words(index, 20), "chosen": chosen, "rejected": rejected}
 
 
-def judged(number: int) -> Dataset:
-    """Completions, half of them good ones."""
-    return Dataset.from_list(
-        [{**example, "label": index % 2 == 0} for index, example in enumerate(completions(number))]
-    )
+def judged(index: int) -> dict[str, Any]:
+    """A completion, every second one good."""
+    return {**completion(index), "label": index % 2 == 0}
 
 
 METRICS: dict[Any, tuple[str, ...]] = {
@@ -95,9 +84,9 @@ CONFIGS = {SFTTrainer: SFTConfig, DPOTrainer: DPOConfig, KTOTrainer: KTOConfig, 
 
 @dataclass(frozen=True)
 class Case:
-    """One run of a trainer. ``config`` are arguments of its configuration."""
+    """One run of a trainer. ``data`` makes an example of its number, ``config`` are arguments of its configuration."""
 
-    data: Any = texts
+    data: Any = text
     kind: Kind = "llama"
     lora: bool = False
     config: dict[str, Any] = field(default_factory=dict)
@@ -109,15 +98,15 @@ CASES = {
     "text": Case(config={"gradient_accumulation_steps": 2}),
     "packing": Case(config=PACKED),
     "padding-free": Case(kind="mistral", config={"padding_free": True, "max_length": None}),
-    "completion-only": Case(completions),
-    "assistant-only": Case(conversations, config={"assistant_only_loss": True}),
-    "lora": Case(completions, lora=True, config={"learning_rate": 1.0}),
+    "completion-only": Case(completion),
+    "assistant-only": Case(conversation, config={"assistant_only_loss": True}),
+    "lora": Case(completion, lora=True, config={"learning_rate": 1.0}),
     "dft": Case(config={"loss_type": "dft"}),
     "router-loss": Case(kind="qwen3_moe"),
-    "dpo": Case(pairs, "mistral", trainer=DPOTrainer),
-    "dpo-lora": Case(pairs, lora=True, trainer=DPOTrainer, config={"learning_rate": 1.0, "loss_type": ["ipo", "sft"]}),
+    "dpo": Case(pair, "mistral", trainer=DPOTrainer),
+    "dpo-lora": Case(pair, lora=True, trainer=DPOTrainer, config={"learning_rate": 1.0, "loss_type": ["ipo", "sft"]}),
     "kto": Case(judged, trainer=KTOTrainer),
-    "reward": Case(pairs, "qwen3", trainer=RewardTrainer, config={"center_rewards_coefficient": 0.1}),
+    "reward": Case(pair, "qwen3", trainer=RewardTrainer, config={"center_rewards_coefficient": 0.1}),
 }
 
 
@@ -131,17 +120,18 @@ TRL's head does not run Llama 4. Without FlashAttention, gpt-oss lets packed doc
 """
 
 
-def make_trainer(case: Case, rings: int = 1, **options: Any) -> Any:
+def make_trainer(case: Case, ring_size: int | None, layout: Any = "contiguous", **options: Any) -> Any:
+    """A trainer on rings of this size; None is one process without a ring."""
     cases.reset_accelerate()
     is_reward = case.trainer is RewardTrainer
     task = "ForSequenceClassification" if is_reward else "ForCausalLM"
     sizes = {"vocab_size": WORDS + 5, **cases.OWN_SIZES[case.kind], "num_labels": 1 if is_reward else 2}
     model, reference = (build(case.kind, task, "eager", seed, **sizes).float() for seed in (0, 1))
     settings = {
-        **{"use_cpu": True, "bf16": False, "max_steps": STEPS, "learning_rate": 0.1, "optim": "sgd"},
-        **{"per_device_train_batch_size": 4 // rings, "per_device_eval_batch_size": 4 // rings},
-        **{"logging_steps": 1, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "max_length": 64},
-        **{"gradient_checkpointing": False, "dataset_num_proc": None, "output_dir": cases.UNUSED},
+        **cases.settings(num_rings(ring_size)),
+        "bf16": False,
+        "max_length": 64,
+        "gradient_checkpointing": False,
     }
     if case.lora:
         import peft
@@ -152,34 +142,27 @@ def make_trainer(case: Case, rings: int = 1, **options: Any) -> Any:
     trainer = case.trainer(
         model=model,
         args=CONFIGS[case.trainer](**{**settings, **case.config}),
-        train_dataset=case.data(48),
-        eval_dataset=case.data(8),
+        train_dataset=Dataset.from_list([case.data(index) for index in range(48)]),
+        eval_dataset=Dataset.from_list([case.data(index) for index in range(8)]),
         processing_class=make_tokenizer(),
         **options,
     )
     trainer.remove_callback(transformers.PrinterCallback)
+    if ring_size is not None:
+        attach(trainer, ring_size=ring_size, layout=layout)
     return trainer
 
 
 def run(name: str, ring_size: int | None, layout: Any = "contiguous") -> dict[str, Any]:
     """Train ten steps and evaluate."""
     case = {**CASES, **OTHER_CASES}[name]
-    trainer = make_trainer(case, num_rings(ring_size))
-    if ring_size is not None:
-        attach(trainer, ring_size=ring_size, layout=layout)
-    results = train(trainer, "loss", "grad_norm", *METRICS[case.trainer])
+    trainer = make_trainer(case, ring_size, layout)
+    trainer.train()
+    results = cases.measures_of(trainer, "loss", "grad_norm", *METRICS[case.trainer])
     evaluated = trainer.evaluate()
     measures = ("eval_loss", f"eval_{METRICS[case.trainer][0]}")
     results |= {name: torch.tensor(evaluated[name]) for name in measures if name in evaluated}
-    parameters = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
-    return results | {name: cases.whole(value) for name, value in parameters if value.requires_grad}
-
-
-def train(trainer: Any, *measures: str) -> dict[str, Any]:
-    """Train, and return these measures of each step."""
-    trainer.train()
-    history = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return {name: torch.tensor([entry[name] for entry in history], dtype=torch.float64) for name in measures}
+    return results | cases.parameters_of(trainer.accelerator, trainer.model)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -205,10 +188,9 @@ def test_two_by_two(four: World) -> None:
 
 
 def with_a_loss_function(ring_size: int | None) -> dict[str, Any]:
-    trainer = make_trainer(Case(), compute_loss_func=cases.loss_of_next_tokens)
-    if ring_size is not None:
-        attach(trainer, ring_size=ring_size)
-    return train(trainer, "loss")
+    trainer = make_trainer(Case(), ring_size, compute_loss_func=cases.loss_of_next_tokens)
+    trainer.train()
+    return cases.measures_of(trainer, "loss")
 
 
 def test_a_loss_function(two: World) -> None:
@@ -216,7 +198,7 @@ def test_a_loss_function(two: World) -> None:
 
 
 def test_what_is_refused() -> None:
-    smoothed = make_trainer(Case(config={"label_smoothing_factor": 0.1}))
+    smoothed = make_trainer(Case(config={"label_smoothing_factor": 0.1}), None)
     with pytest.raises(ValueError, match=r"label_smoothing_factor with a trainer of TRL: not supported by a ring"):
         attach(smoothed)
 
@@ -224,7 +206,7 @@ def test_what_is_refused() -> None:
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             return super().compute_loss(*args, **kwargs)
 
-    own = make_trainer(Case())
+    own = make_trainer(Case(), None)
     own.__class__ = Own
     with pytest.raises(ValueError, match=r"(?s)Own\.compute_loss: .*Trainer\(…, compute_loss_func=loss\)"):
         attach(own)

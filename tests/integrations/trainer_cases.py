@@ -183,8 +183,12 @@ def loss_of_classes(outputs: Any, labels: Tensor, num_items_in_batch: Any = None
 LOSSES = {"tokens": loss_of_next_tokens, "embedding": loss_of_embeddings, "sequence": loss_of_classes}
 
 
-UNUSED = tempfile.gettempdir()
-"""The folder of trainers that save nothing."""
+def settings(rings: int) -> dict[str, Any]:
+    """Arguments of every trainer. It saves nothing."""
+    sizes = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 4 // rings)
+    options = {"use_cpu": True, "max_steps": STEPS, "learning_rate": 0.1, "optim": "sgd", "logging_steps": 1}
+    unused = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "output_dir": tempfile.gettempdir()}
+    return {**sizes, **options, **unused}
 
 
 def make_trainer(case: Case, rings: int, **arguments: Any) -> Any:
@@ -194,11 +198,7 @@ def make_trainer(case: Case, rings: int, **arguments: Any) -> Any:
     model = make_model(case.kind, case.lora, case.task, **case.fields)
     collator = transformers.DataCollatorWithFlattening() if case.packed else None
     data = {"padded": not case.packed, "every_label": case.kind in get_args(CausalKind), "task": case.task}
-    options = {
-        **{"use_cpu": True, "max_steps": STEPS, "learning_rate": 0.1, "optim": "sgd", "lr_scheduler_type": "linear"},
-        **{"per_device_train_batch_size": 4 // rings, "per_device_eval_batch_size": 4 // rings, "max_grad_norm": 0.5},
-        **{"logging_steps": 1, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "output_dir": UNUSED},
-    }
+    options = {**settings(rings), "lr_scheduler_type": "linear", "max_grad_norm": 0.5}
     if "deepspeed" in arguments:
         # Without GPUs and with DeepSpeed, Accelerate would take every process for the only one.
         import_module("ring_backends.adapters.deepspeed.ring_pass").start_deepspeed()  # without a compiler
@@ -232,10 +232,7 @@ def make_attached(case: Case, ring_size: int | None, layout: Any = "contiguous",
 
 
 def results_of(trainer: Any, case: Case) -> dict[str, Any]:
-    history = [entry for entry in trainer.state.log_history if "loss" in entry]
-    results: dict[str, Any] = {
-        name: torch.tensor([entry[name] for entry in history], dtype=torch.float64) for name in ("loss", "grad_norm")
-    }
+    results = measures_of(trainer, "loss", "grad_norm")
     results["flops"] = torch.tensor(trainer.state.total_flos, dtype=torch.float64)
     # Trainer joins the logits of batches by padding, and packed batches differ in length.
     trainer.args.prediction_loss_only = case.packed
@@ -247,8 +244,19 @@ def results_of(trainer: Any, case: Case) -> dict[str, Any]:
         is_real = torch.stack([found["attention_mask"] for found in documents(5)])
         results["predictions"] = torch.from_numpy(logits) * is_real.unsqueeze(-1)
     results["evaluation loss"] = torch.tensor(trainer.evaluate()["eval_loss"], dtype=torch.float64)
-    parameters = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
-    return results | {name: whole(value) for name, value in parameters if value.requires_grad}
+    return results | parameters_of(trainer.accelerator, trainer.model)
+
+
+def measures_of(trainer: Any, *names: str) -> dict[str, Any]:
+    """What a trainer has logged of each step."""
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {name: torch.tensor([entry[name] for entry in history], dtype=torch.float64) for name in names}
+
+
+def parameters_of(accelerator: Any, model: Any) -> dict[str, Tensor]:
+    """The whole parameters that are trained."""
+    parameters = accelerator.unwrap_model(model).named_parameters()
+    return {name: whole(value) for name, value in parameters if value.requires_grad}
 
 
 def whole(parameter: Any) -> Tensor:
@@ -345,12 +353,8 @@ def run_accelerate(name: str, ring_size: int | None, layout: Any = "contiguous")
     model.eval()
     with torch.no_grad():
         summed = model(**next(iter(data)), num_items_in_batch=100).loss
-    parameters = accelerator.unwrap_model(model).named_parameters()
-    return {
-        "losses": torch.stack(losses),
-        "evaluated": accelerator.gather(summed).sum(),
-        **{name: whole(value) for name, value in parameters if value.requires_grad},
-    }
+    results = {"losses": torch.stack(losses), "evaluated": accelerator.gather(summed).sum()}
+    return results | parameters_of(accelerator, model)
 
 
 def evaluation_of_embeddings(ring_size: int) -> float:
