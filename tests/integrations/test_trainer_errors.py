@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -14,10 +13,11 @@ from small_models import build, transformers
 from torch import Tensor
 from trainer_cases import Accelerator, Case, make_model, make_trainer, reset_accelerate
 
-from ring_backends import Ring
+from ring_backends import AdapterUnavailableError, Ring
 from ring_backends.integrations.accelerate import attach as attach_accelerator
 from ring_backends.integrations.trainer import attach
 from ring_backends.integrations.transformers.whole_batches import use_ring
+from ring_backends.testing.failing_calls import ending
 from ring_backends.testing.world import World
 
 TOKENS = torch.arange(1, 9).view(1, 8)
@@ -135,13 +135,6 @@ def test_what_is_no_trainer() -> None:
         attach_accelerator(object(), make_model("llama"))
 
 
-def messages(ranks: World, function: Callable[..., Any], *arguments: Any) -> list[str]:
-    """Run a function that raises on every rank."""
-    outcomes = ranks.run_collect(function, *arguments)
-    assert all(outcome.status == "raised" for outcome in outcomes), outcomes
-    return [f"{outcome.error_type}: {outcome.message}" for outcome in outcomes]
-
-
 def attach_alone() -> None:
     """Without GPUs and without ``cpu=True``, an Accelerator does not use the other processes."""
     reset_accelerate()
@@ -150,8 +143,8 @@ def attach_alone() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs, Accelerate uses all processes")
 def test_an_accelerator_of_one_process(two: World) -> None:
-    for message in messages(two, attach_alone):
-        assert message.startswith("ValueError: accelerator.num_processes = 1: 2 processes were started"), message
+    for ended in two.run(ending, attach_alone):
+        ended.check(ValueError, "accelerator.num_processes = 1: 2 processes were started")
 
 
 def train_with(name: str) -> None:
@@ -183,6 +176,5 @@ CHANGES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_releases_without_the_hooks(two: World, name: str) -> None:
-    for message in messages(two, train_with, name):
-        assert message.startswith("AdapterUnavailableError"), message
-        assert name.partition(".")[2] in message, message
+    for ended in two.run(ending, train_with, name):
+        ended.check(AdapterUnavailableError, name.partition(".")[2])
