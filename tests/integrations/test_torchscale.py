@@ -173,7 +173,8 @@ def test_copies_and_remove_ring() -> None:
         cases.use(copied, Ring(), {"constant_mixing": True})  # as in a process with another ring
         assert_near(copied(x, mask), expected)
         torchscale.remove_ring(copied)
-        assert not any("forward" in vars(module) for module in copied.modules())
+        replaced = ("forward", "_replicate_for_data_parallel")
+        assert not any(name in vars(module) for module in copied.modules() for name in replaced)
         assert_near(copied(x, mask), expected)
         with pytest.raises(ValueError, match="model = Genomes: is not on a ring; give a model"):
             torchscale.remove_ring(copied)
@@ -234,6 +235,7 @@ def swap(path: str, new: type) -> Callable[[Any], None]:
     return put(path, "__class__", new)
 
 
+OPTIONS = ("xpos_rel_pos", "multiway", "moe_freq", "rel_pos_buckets", "seq_parallel")
 ARGS, LINEAR, OPTION, RELEASE = "encoder.args", nn.Linear(1, 1), ValueError, AdapterUnavailableError
 CROSS_ATTENTION = r"model.encoder.layers\[0\].encoder_attn = Linear: not supported"
 Q_NORM = r"layers\[1\].self_attn.q_norm: a module that a ring does not know; use a release that docs/torchscale"
@@ -244,8 +246,10 @@ Q_NORM = r"layers\[1\].self_attn.q_norm: a module that a ring does not know; use
     [
         (swap("encoder.layers.1", ShiftedLayer), OPTION, r"model.encoder.layers\[1\] is a ShiftedLayer, and Shi"),
         (put("encoder", "forward", print), OPTION, "model.encoder.forward was replaced; call use_ring before"),
-        (put(ARGS, "xpos_rel_pos", True), OPTION, "encoder.args.xpos_rel_pos = True: not supported by a ring"),
-        (put(ARGS, "moe_freq", 2), OPTION, "args.moe_freq = 2: not supported by a ring, since a mixture of"),
+        *[
+            (put(ARGS, name, 1), OPTION, f"encoder.args.{name} = 1: not supported by a ring, since .*; use")
+            for name in OPTIONS
+        ],
         (put("encoder", "relative_position", LINEAR), OPTION, "encoder.relative_position = Linear: not"),
         (put("encoder", "embed_positions", nn.Embedding(9, 2)), OPTION, "encoder.embed_positions = Embedding: "),
         (put("encoder.layers.0", "encoder_attn", LINEAR), OPTION, CROSS_ATTENTION),
@@ -299,7 +303,7 @@ def test_a_layer_by_itself_and_data_parallel() -> None:
     encoder = cases.on_ring("embeddings", None).encoder
     with pytest.raises(ValueError, match=r"a layer of model.encoder was called by itself: .*; call model.encoder\."):
         encoder.layers[0](torch.zeros(1, 4, cases.WIDTH, dtype=torch.float64), None)
-    message = r"the model is on a ring, and nn.DataParallel would call it from several thr"
+    message = r"nn.DataParallel would call it from several threads .*: start one process p"
     with pytest.raises(RuntimeError, match=message):
         encoder._replicate_for_data_parallel()
 

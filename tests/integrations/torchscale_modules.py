@@ -150,6 +150,14 @@ class Module(nn.Module):
             return x, self.dropout_module(x)
         return x, self.dropout_module(x + self.embed_positions(x if tokens is None else tokens, **options))
 
+    def run_layers(self, x: Tensor, states: Any, **options: Any) -> tuple[Tensor, list[Tensor]]:
+        """The normalized output, and the input and output of each layer. ``states`` are those of the layers."""
+        rows = [x]
+        for index, layer in enumerate(self.layers):
+            state = None if states is None else states[index]
+            rows.append(layer(rows[-1], incremental_state=state, **options)[0])
+        return self.layer_norm(rows[-1]), rows
+
 
 class LongNetEncoder(Module):
     kind, layer = "encoder", LongNetEncoderLayer
@@ -171,13 +179,8 @@ class LongNetEncoder(Module):
         if encoder_padding_mask is None:
             encoder_padding_mask = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
         x = x * (1 - encoder_padding_mask[..., None].type_as(x))
-        states = [x]
-        for index, layer in enumerate(self.layers):
-            state = None if incremental_state is None else incremental_state[index]
-            mask = encoder_padding_mask if incremental_state is None else None
-            x, _ = layer(x, encoder_padding_mask=mask, incremental_state=state)
-            states.append(x)
-        x = self.layer_norm(x)
+        mask = encoder_padding_mask if incremental_state is None else None
+        x, states = self.run_layers(x, incremental_state, encoder_padding_mask=mask)
         if self.output_projection is not None and not features_only:
             x = self.output_projection(x)
         return {
@@ -206,11 +209,7 @@ class LongNetDecoder(Module):
         is_first_step = incremental_state is not None and incremental_state.get("is_first_step", False)
         assert incremental_state is None or is_first_step, "the stand-in does not generate"
         _, x = self.embed(prev_output_tokens, token_embeddings, incremental_state=incremental_state)
-        states = [x]
-        for index, layer in enumerate(self.layers):
-            state = None if incremental_state is None else incremental_state[index]
-            x, _ = layer(x, state, self_attn_padding_mask=self_attn_padding_mask, is_first_step=is_first_step)
-            states.append(x)
-        x = self.layer_norm(x)
+        options = {"self_attn_padding_mask": self_attn_padding_mask, "is_first_step": is_first_step}
+        x, states = self.run_layers(x, incremental_state, **options)
         out = x if features_only else self.output_projection(x)
         return out, {"inner_states": states, "l_aux": [None] * len(self.layers), "attn": None}
