@@ -82,17 +82,6 @@ def test_a_ring_reads_one_order(two: World) -> None:
     assert sorted(first[:4] + second[:4]) == list(range(8))
 
 
-def reduced_dtypes(ring_size: int) -> list[Any]:
-    accelerator, _ = attached(ring_size)
-    tensors = {"half": torch.tensor([60000.0]).half(), "flag": torch.tensor(True), "number": torch.tensor([[3]])}
-    return [tensor.tolist() for tensor in accelerator.reduce(tensors).values()]
-
-
-@LONG
-def test_reduce_keeps_values_of_every_dtype(two: World) -> None:
-    assert two.run(reduced_dtypes, 2) == [[[60000.0], True, [[3]]]] * 2
-
-
 def attached_state() -> bool:
     """Whether ``attach`` leaves torch's random numbers as they are."""
     reset_accelerate()
@@ -107,13 +96,15 @@ def test_attach_draws_no_random_numbers(two: World) -> None:
     assert two.run(attached_state) == [True, True]
 
 
-def sums(ring_size: int) -> tuple[float, float]:
-    """The sum and the mean over the rings of ``accelerator.reduce``."""
+def reduced(ring_size: int) -> list[Any]:
+    """The sum and the mean over the rings of a number, and the sum of tensors of other dtypes."""
     accelerator, ring = attached(ring_size)
     own = torch.tensor(1.0 + ring.data_rank)
-    return accelerator.reduce(own, "sum").item(), accelerator.reduce(own, "mean").item()
+    others = {"half": torch.tensor([60000.0]).half(), "flag": torch.tensor(True), "number": torch.tensor([[3]])}
+    results = [accelerator.reduce(own, "sum"), accelerator.reduce(own, "mean"), *accelerator.reduce(others).values()]
+    return [result.tolist() for result in results]
 
 
 def test_reduce_takes_one_value_per_ring(two: World) -> None:
-    assert two.run(sums, 2) == [(1.0, 1.0)] * 2
-    assert two.run(sums, 1) == [(3.0, 1.5)] * 2
+    assert two.run(reduced, 2) == [[1.0, 1.0, [60000.0], True, [[3]]]] * 2
+    assert [values[:2] for values in two.run(reduced, 1)] == [[3.0, 1.5]] * 2
