@@ -160,7 +160,7 @@ class DeepSpeedTraining(TrainingState):
 
     def _describe_gradients(self) -> Mapping[str, object]:
         # Reentrant checkpointing recomputes parts that the graph of the loss does not contain, so compare afterwards.
-        return {ORDER: [*self._arrived]} if self._zero_stage else {}
+        return {ORDER: self._arrived} if self._zero_stage else {}
 
     def _backward(self, loss: Tensor) -> None:
         if self._gradient_orders_differ:

@@ -22,7 +22,7 @@ from ring_backends.engine.validation import check_documents, check_flag, check_l
 from ring_backends.kernels import Kernel, KernelInputs, select_kernel
 from ring_backends.kernels.choice import PROBE_VARIABLE
 from ring_backends.kernels.dropout import Dropout
-from ring_backends.kernels.score_mod import ScoreMod, TranslatedScoreMod, check_score_mod, identity
+from ring_backends.kernels.score_mod import TranslatedScoreMod, check_score_mod, identity
 from ring_backends.kernels.steps import StepKernel
 from ring_backends.kernels.triton_score_mod import UntranslatableError, translate
 from ring_backends.ring.calls import Configuration
@@ -157,8 +157,7 @@ def look_up(
     key = _key(inputs, settings) if isinstance(kernel, str) else None
     call = None if key is None else _calls.get(key)
     if call is not None:
-        if inputs.score_mod is not None:  # what it captures may have changed
-            _check_score_mod(inputs, inputs.score_mod, call.layout)
+        _check_score_mod(inputs, call.layout)  # what it captures may have changed
         device = inputs.query.device.type
         return (_cast(inputs) if torch.is_autocast_enabled(device) else inputs), call
     inputs, call = check_call(inputs, pattern, ring, scale, kernel)
@@ -242,8 +241,7 @@ def check_call(
     check_sinks(inputs.sinks, query)
     check_documents(inputs.document_ids, pattern)
     layout = check_layout(query.shape[1], inputs.seq_len, ring)
-    if inputs.score_mod is not None:
-        _check_score_mod(inputs, inputs.score_mod, layout)
+    _check_score_mod(inputs, layout)
     schedule = _schedule(pattern, layout, query.shape[2], key.shape[2], inputs.is_causal)
     dropout = None
     if inputs.dropout_p and inputs.dropout_seed is not None:
@@ -263,7 +261,10 @@ def check_call(
     return inputs, AttentionCall(schedule, ring.rank, chosen, scale, dropout, in_place=in_place)
 
 
-def _check_score_mod(inputs: AttentionInputs, given: ScoreMod, layout: SequenceLayout) -> None:
+def _check_score_mod(inputs: AttentionInputs, layout: SequenceLayout) -> None:
+    given = inputs.score_mod
+    if given is None:
+        return
     function = given.function if isinstance(given, TranslatedScoreMod) else given
     check_score_mod(function, inputs.query, layout.seq_len, needs_gradients=inputs.needs_gradients)
 

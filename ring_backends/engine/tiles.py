@@ -167,21 +167,21 @@ class TileRunner:
 
         If the heads do not share the streams evenly, every query head gets a key/value head of its own.
         """
-        reverses = in_place = self._reverses(tile)  # reversed rows are copies
+        reverses = self._reverses(tile)  # reversed rows are copies, so they are first viewed in place
         queries, keys = tile.queries, tile.keys
         parts = [("query", here.query, queries)]
         parts += [(name, tensor, queries) for name, tensor in of_queries]
         marks = words = None
         if isinstance(keys, DilatedRows):
             parts += [("key", here.key, keys), ("value", here.value, keys)]
-            *gathered, key, value = self._gather(parts, in_place=in_place)
+            *gathered, key, value = self._gather(parts, in_place=reverses)
             if here.key_marks is not None:
                 marks = gather(here.key_marks, keys)
             if here.key_words is not None:
                 words = gather(here.key_words, keys)
         else:
             assert arrived is not None
-            gathered = self._gather(parts, in_place=in_place)
+            gathered = self._gather(parts, in_place=reverses)
             key, value, marks = arrived.rows(keys)
             words = None if here.dropout is None else _key_words(here, keys)
         if not tile.streams_are_grouped:

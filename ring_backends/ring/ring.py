@@ -197,8 +197,8 @@ class Ring:
         if tensor.shape[dim] != expected:
             raise ValueError(
                 f"{name} has {tensor.shape[dim]} rows along dim {dim}, but rank {self.rank} of a {self.layout_kind} "
-                f"ring of {self.size} holds {expected} of {seq_len}; pass its part, ring.shard({name}), and the "
-                "seq_len of the whole."
+                f"ring of {self.size} holds {expected} of {seq_len}; pass the rank's part, ring.shard({name}), and "
+                "the seq_len of the whole sequence."
             )
 
     def exchange(self, call: Call, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], index: int) -> None:

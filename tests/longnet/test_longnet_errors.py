@@ -111,7 +111,13 @@ X = ts.inputs("encoder", 5)
         ("encoder", X[0], {}, ValueError, r"x has shape \(5, 24\)"),
         ("encoder", X[..., :7], {}, ValueError, "embed_dim = 24"),
         ("encoder", X.float(), {}, TypeError, "float32"),
-        ("encoder", X, {"seq_len": 9}, ValueError, "x has 5 rows .* ring of 1 holds 9 of 9; pass its part, ring.shard"),
+        (
+            "encoder",
+            X,
+            {"seq_len": 9},
+            ValueError,
+            "x has 5 rows .* ring of 1 holds 9 of 9; pass the rank's part, ring.shard",
+        ),
         ("decoder", ts.inputs("decoder", 79), {}, ValueError, "embed_positions has rows for 78 tokens"),
     ],
 )

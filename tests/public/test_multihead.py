@@ -215,7 +215,12 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], error: type[Exceptio
         (torch.zeros(8, EMBED_DIM), {}, ValueError, r"x has shape \(8, 24\)"),
         (torch.zeros(1, 8, 5), {}, ValueError, r"x has shape \(1, 8, 5\): expected .* embed_dim = 24"),
         (random_input(8), {}, TypeError, r"x is torch\.float64: the parameters are"),
-        (random_input(8, torch.float32), {"seq_len": 9}, ValueError, "x has 8 rows .* holds 9 of 9; pass its part"),
+        (
+            random_input(8, torch.float32),
+            {"seq_len": 9},
+            ValueError,
+            "x has 8 rows .* holds 9 of 9; pass the rank's part",
+        ),
         (random_input(8, torch.float32), {"seq_len": 0}, ValueError, "seq_len = 0"),
         (random_input(8, torch.float32), {"cache": [1]}, TypeError, "cache = list: expected a cache"),
     ],
