@@ -180,11 +180,11 @@ class FakeKernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return self._launch
 
-    def _launch(self, **arguments: Any) -> None:
-        if arguments["BLOCK_Q"] == 128:
+    def _launch(self, *inputs: Any, **constants: Any) -> None:
+        if constants["BLOCK_Q"] == 128:
             raise RuntimeError("out of resource: shared memory\nsecond line")
-        self.launched.append((self.name, arguments))
-        self.clock.now += arguments["BLOCK_K"] / 16
+        self.launched.append((self.name, constants))
+        self.clock.now += constants["BLOCK_K"] / 16
 
 
 def slowly(computation: Any, clock: FakeTime) -> Any:
@@ -215,11 +215,11 @@ def test_block_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [*itertools.product(("none", "documents, dropout"), (128, 64), gpu_blocks.PRODUCTS)]
     timed = [row for row in rows if row["ms"] is not None]
     # Two calls warm up, and one is timed.
-    for row, (name, arguments) in zip(timed, launched[::3], strict=True):
-        assert (row["kernel"], row["head_dim"]) == (name, arguments["HEAD_DIM"])
-        assert (row["queries"], row["keys"]) == (arguments["BLOCK_Q"], arguments["BLOCK_K"])
-        assert (row["warps"], row["stages"]) == (arguments["num_warps"], arguments["num_stages"])
-        assert (row["options"] == "none") == (arguments["WORDS"] == 0)
+    for row, (name, constants) in zip(timed, launched[::3], strict=True):
+        assert (row["kernel"], row["head_dim"]) == (name, constants["HEAD_DIM"])
+        assert (row["queries"], row["keys"]) == (constants["BLOCK_Q"], constants["BLOCK_K"])
+        assert (row["warps"], row["stages"]) == (constants["num_warps"], constants["num_stages"])
+        assert (row["options"] == "none") == (constants["WORDS"] == 0)
         # 128 tokens of 16 heads in segments of 8; of these, 2 rows are dilated, which see 3 pairs.
         flops = gpu_blocks.PRODUCTS[name] * 2 * row["head_dim"] * 16 * 16 * 3
         seconds = row["keys"] / 16

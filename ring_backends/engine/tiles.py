@@ -34,8 +34,8 @@ If the kernel computes all tiles of a step at once, it shows the step.
 
 MIN_PART_FLOPS = 2e11
 """The least FLOPs of a part's forward. A GPU is then busy with a part until the host has launched the next one: a part
-takes three launches or more, and each took 130 µs on the machine of an H100. A backward takes three times as many
-launches, and 2.5 times as many FLOPs."""
+takes three launches or more, and each took 80 to 130 µs on the machine of an H100. A backward takes three times as
+many launches, and 2.5 times as many FLOPs."""
 
 MIN_COPY_BYTES = 2**16
 """The smallest rows that are copied for a kernel that prefers contiguous rows."""

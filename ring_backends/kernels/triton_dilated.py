@@ -99,7 +99,7 @@ class TritonDilatedKernel(StepKernel):
         if not has_values(out):
             return
         for launch in Launch.of_step(tiles, rows, arrived, None):
-            launch.run("forward", rows, {"out": out, "lse": lse}, scale)
+            launch.run("forward", (out, lse), scale)
 
     def backward_into(
         self,
@@ -118,11 +118,8 @@ class TritonDilatedKernel(StepKernel):
             return
         for launch in Launch.of_step(tiles, rows, arrived, passed_on):
             statistics = lse.new_empty(lse.shape[0], 2, launch.table.num_numbers)
-            results = {"grad_out": grad_out, "out": out, "lse": lse, "statistics": statistics}
-            launch.run("grad_query", rows, {**results, "grad_query": sums.query}, scale)
-            grad_key, grad_value = launch.key_grads(sums, passed_on)
-            grads = {"grad_out": grad_out, "statistics": statistics, "grad_key": grad_key, "grad_value": grad_value}
-            launch.run("grad_key_value", rows, grads, scale)
+            launch.run("grad_query", (grad_out, out, lse, statistics, sums.query), scale)
+            launch.run("grad_key_value", (grad_out, statistics, *launch.key_grads(sums, passed_on)), scale)
 
 
 def _not_translated(score_mod: ScoreMod) -> list[str]:

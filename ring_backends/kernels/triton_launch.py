@@ -183,6 +183,7 @@ def block_sizes(kernel: str, rows: StepRows, *, is_interpreted: bool) -> Blocks:
     return of_half[kernel][head_dim]
 
 
+@cache
 def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability of a CUDA device."""
     return torch.cuda.get_device_capability(device)
@@ -195,24 +196,24 @@ def padded_head_dim(head_dim: int) -> int:
 
 @dataclass(frozen=True)
 class Launch:
-    """The tiles of one branch in one step, and the tensors that hold their keys.
+    """The tiles of one branch in one step, and what their kernels read.
 
     Attributes:
-        key_marks: None without marks.
-        key_words: those that dropout hashes, or for a score_mod the global positions; None without.
+        rows: this rank's rows.
+        queries, keys: words are those that dropout hashes, or for a score_mod the global positions.
     """
 
+    rows: StepRows
     table: TileTable
-    key: Tensor
-    value: Tensor
-    key_marks: Tensor | None
-    key_words: Tensor | None
+    queries: QuerySources
+    keys: KeySources
 
     @classmethod
     def of_step(
         cls, tiles: Sequence[Tile], rows: StepRows, arrived: PackedParcels | None, passed_on: PackedParcels | None
     ) -> Iterator[Launch]:
         """The launches of a step, in order."""
+        of_queries = [Source.of(x) for x in (rows.query, rows.query_documents, _words(rows, rows.query_words))]
         for group in launches(tiles):
             offsets: tuple[Offsets, ...] = ()
             key, value, marks, words = rows.key, rows.value, rows.key_marks, _words(rows, rows.key_words)
@@ -226,35 +227,34 @@ class Launch:
                 if has_words(rows):
                     words = torch.cat([_words_of_parcel(rows, parcel).flatten() for parcel in sent])
             table = keep_if_captured(tile_table(group, offsets, key.device), key.device)
-            yield cls(table, key, value, marks, words)
+            of_keys = [Source.of(x) for x in (key, value, marks, words)]
+            yield cls(rows, table, QuerySources(table.queries, *of_queries), KeySources(table.keys, *of_keys))
 
-    def run(self, name: str, rows: StepRows, tensors: dict[str, Tensor], scale: float) -> None:
+    def run(self, name: str, tensors: Sequence[Tensor], scale: float) -> None:
         """Run the kernel called ``name``, a field of :class:`Kernels`.
 
         Args:
             tensors: those that other kernels do not have, in the order of the kernel's arguments.
         """
+        rows, mod, dropout = self.rows, self.rows.translation, self.rows.dropout
         head_dim, value_dim = rows.query.shape[3], rows.value.shape[3]
-        mod = rows.translation
         blocks = block_sizes(name, rows, is_interpreted=kernels().is_interpreted)
         owns_keys = name == "grad_key_value"
         owners = self.table.by_key if owns_keys else self.table.by_query
         work = owners.work(blocks.keys if owns_keys else blocks.queries)
-        query_words = _words(rows, rows.query_words)
-        of_queries = map(Source.of, (rows.query, rows.query_documents, query_words))
-        of_keys = map(Source.of, (self.key, self.value, self.key_marks, self.key_words))
-        arguments = {
-            "queries": QuerySources(self.table.queries, *of_queries),
-            "keys": KeySources(self.table.keys, *of_keys),
-            **{argument: Source.of(tensor) for argument, tensor in tensors.items()},
-            "owners": OwnerTables(work, owners.bounds, owners.links),
-            "num_programs": len(work),
-            "scale": scale,
-            "threshold": 0 if rows.dropout is None else rows.dropout.threshold,
-            "dropout_weight": 1.0 if rows.dropout is None else rows.dropout.weight,
-            "first_head": rows.first_head,
-            "captured": None if mod is None else mod.captured,
-        }
+        num_programs = work.shape[0]
+        arguments = (
+            self.queries,
+            self.keys,
+            *map(Source.of, tensors),
+            OwnerTables(work, owners.bounds, owners.links),
+            num_programs,
+            scale,
+            0 if dropout is None else dropout.threshold,
+            1.0 if dropout is None else dropout.weight,
+            rows.first_head,
+            None if mod is None else mod.captured,
+        )
         constants = {
             "HEAD_DIM": head_dim,
             "BLOCK_D": padded_head_dim(head_dim),
@@ -262,15 +262,15 @@ class Launch:
             "BLOCK_V": padded_head_dim(value_dim),
             "BLOCK_Q": blocks.queries,
             "BLOCK_K": blocks.keys,
-            "MARKS": NO_MARKS if self.key_marks is None else MASK if rows.query_documents is None else DOCUMENTS,
-            "WORDS": POSITIONS if mod is not None else NO_WORDS if rows.dropout is None else DROPOUT,
+            "MARKS": NO_MARKS if rows.key_marks is None else MASK if rows.query_documents is None else DOCUMENTS,
+            "WORDS": POSITIONS if mod is not None else NO_WORDS if dropout is None else DROPOUT,
             "SCORE_MOD": None if mod is None else mod.function,
             "PACKED": self.table.is_packed,
             "BANDED": self.table.is_banded,
         }
         options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
-        num_programs = len(work) * rows.query.shape[0]
-        launch(getattr(kernels(), name), num_programs, rows.query.device, arguments, constants, options)
+        in_all = num_programs * rows.query.shape[0]
+        launch(getattr(kernels(), name), in_all, rows.query.device, arguments, constants, options)
 
     def key_grads(self, sums: Grads, passed_on: PackedParcels | None) -> tuple[Tensor, Tensor]:
         """The tensors that take dK and dV."""
@@ -290,7 +290,7 @@ def launch(
     kernel: Any,
     num_programs: int,
     device: torch.device,
-    arguments: Mapping[str, Any],
+    arguments: Sequence[Any],
     constants: Mapping[str, Hashable],
     options: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
@@ -304,14 +304,13 @@ def launch(
         arguments, constants: all arguments of the kernel, in its order. Its last ones are its constants.
         options: Triton's options for this launch, besides :data:`LAUNCH_OPTIONS`.
     """
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        alike = map(_what_is_compiled, arguments.values())
-        key = (kernel, device, *constants.values(), *options.values(), *alike)
+    with torch.cuda.device(device.index) if device.type == "cuda" else contextlib.nullcontext():
+        key = (kernel, device, *constants.values(), *options.values(), *map(_what_is_compiled, arguments))
         compiled = _compiled.get(key)
         if compiled is not None:
-            compiled[num_programs, 1, 1](*arguments.values(), *constants.values())
+            compiled[num_programs, 1, 1](*arguments, *constants.values())
             return
-        compiled = kernel[(num_programs,)](**arguments, **constants, **options, **LAUNCH_OPTIONS)
+        compiled = kernel[(num_programs,)](*arguments, **constants, **options, **LAUNCH_OPTIONS)
         if compiled is not None:  # the interpreter compiles nothing
             if len(_compiled) >= MAX_COMPILED:
                 _compiled.clear()
@@ -320,14 +319,15 @@ def launch(
 
 def _what_is_compiled(value: Any) -> Hashable:
     """What Triton may compile into a kernel of the value of an argument. Numbers may be compiled by their value."""
-    if isinstance(value, Source):
-        pointer = value.pointer
-        return None if pointer is None else (pointer.dtype, pointer.data_ptr() % 16 == 0, value.strides)
-    if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() % 16 == 0
+    kind = type(value)
+    if kind is Source:
+        pointer, strides = value
+        return None if pointer is None else (pointer.dtype, pointer.data_ptr() % 16 == 0, strides)
     if isinstance(value, tuple):
         return tuple(map(_what_is_compiled, value))
-    return float if isinstance(value, float) else value
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    return float if kind is float else value
 
 
 def has_words(rows: StepRows) -> bool:

@@ -75,12 +75,12 @@ def _move_rows(moves: Sequence[tuple[Rows, int]], same_rows: bool) -> None:
     num_programs = tuple(
         _num_programs(part.tensor, part.rows, block) for (part, _), (*_, block, _) in zip(moves, blocks, strict=True)
     )
-    arguments = {
-        "sources": tuple(Source.of(part.tensor) for part, _ in moves),
-        "values": tuple(Source.of(part.values) for part, _ in moves),
-        "tables": tuple(rows_table(part.rows, part.tensor.device) for part, _ in moves),
-        "num_programs": num_programs,
-    }
+    arguments = (
+        tuple(Source.of(part.tensor) for part, _ in moves),
+        tuple(Source.of(part.values) for part, _ in moves),
+        tuple(rows_table(part.rows, part.tensor.device) for part, _ in moves),
+        num_programs,
+    )
     constants = {"BLOCKS": tuple(blocks), "SAME_ROWS": same_rows}
     kernel = triton_launch.kernels().move_rows
     triton_launch.launch(kernel, sum(num_programs), moves[0][0].tensor.device, arguments, constants)
@@ -97,13 +97,7 @@ def merge_rows(
     head_dim, padded, block = _block(out)
     if not tile_lse.numel():
         return
-    arguments = {
-        "out": Source.of(out),
-        "lse": Source.of(lse),
-        "tile_out": Source.of(tile_out),
-        "tile_lse": Source.of(tile_lse),
-        "table": rows_table(rows, out.device),
-    }
+    arguments = (*map(Source.of, (out, lse, tile_out, tile_lse)), rows_table(rows, out.device))
     constants = {"HEAD_DIM": head_dim, "BLOCK_D": padded, "BLOCK_ROWS": block, "SAME_ROWS": same_rows}
     kernel = triton_launch.kernels().merge_rows
     triton_launch.launch(kernel, _num_programs(out, rows, block), out.device, arguments, constants)
