@@ -69,11 +69,15 @@ class SpreadGrads:
         self._arriving: tuple[Hop, list[WireBuffer]] | None = None
         self._own: dict[Parcel, tuple[Tensor, Tensor]] = {}
 
-    def advance(self, step: int) -> None:
-        """After the tiles of ``step``: add what has arrived to what is sent next, and post the next hop."""
+    def advance(self, step: int, sums: Grads | None) -> None:
+        """After the tiles of ``step``: add what has arrived to what is sent next, and post the next hop.
+
+        Args:
+            sums: where to add what has come home, of all heads. None: in memory of its own, until :meth:`finish`.
+        """
         if step < self._plan.last_spread_step or not self._number:
             return
-        self._add()
+        self._add(sums)
         hop = self._plan.spread[self._number - 1]
         arriving = {
             message.peer: WireBuffer(self._wire_format, message.parcels, self.buffer.buffer.device)
@@ -96,15 +100,16 @@ class SpreadGrads:
         """Post the hops that are left, and add what has come home.
 
         Args:
-            grads: the gradients of this rank's rows, of all heads.
+            grads: the gradients of this rank's rows, of all heads. With one block of heads, its sums.
         """
+        sums = grads if len(self._plan.blocks) == 1 else None
         while self._number:
-            self.advance(self._plan.last_spread_step)
-        self._add()
-        for parcel, (key, value) in self._own.items():  # parcels of different branches may hold the same rows
-            scatter_many(added=[Rows(grads.key, parcel.source, key), Rows(grads.value, parcel.source, value)])
+            self.advance(self._plan.last_spread_step, sums)
+        self._add(sums)
+        for parcel, own in self._own.items():
+            _add_to(grads, parcel, own)
 
-    def _add(self) -> None:
+    def _add(self, sums: Grads | None) -> None:
         """Wait for dK and dV from the ranks that this rank sent keys to, and add them up."""
         if self._arriving is None:
             return
@@ -116,8 +121,16 @@ class SpreadGrads:
                 arrived = buffer.slices(parcel)[:2]
                 if parcel in self.buffer:
                     torch._foreach_add_(list(self.buffer.slices(parcel)[:2]), list(arrived))
+                elif sums is not None:
+                    _add_to(sums, parcel, arrived)
                 elif parcel in self._own:
                     torch._foreach_add_(list(self._own[parcel]), list(arrived))
                 else:
                     key, value = (grad.to(self._sum_format.dtype, copy=True) for grad in arrived)  # frees the buffer
                     self._own[parcel] = key, value
+
+
+def _add_to(grads: Grads, parcel: Parcel, arrived: tuple[Tensor, Tensor]) -> None:
+    """Add dK and dV of one parcel. Those of another branch may hold the same rows, so each is added by itself."""
+    key, value = arrived
+    scatter_many(added=[Rows(grads.key, parcel.source, key), Rows(grads.value, parcel.source, value)])

@@ -19,6 +19,7 @@ from triton_interpreter import error_norm
 from ring_backends import dilated_attention
 from ring_backends.engine import call
 from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.engine.spreading import SpreadGrads
 from ring_backends.kernels import aten_cpu
 from ring_backends.kernels.base import split_scale
 from ring_backends.ring.ring import Ring
@@ -242,6 +243,24 @@ def test_spread_gradients_travel_in_bf16(message_cost: float) -> None:
         assert half_bytes * 3 == whole_bytes * 2  # K and V in bf16 come before dK and dV
         for x, y in zip(exact, rounded, strict=True):
             torch.testing.assert_close(y, x, rtol=0, atol=float(x.abs().max()) * 3 * 2**-8)
+
+
+def test_gradients_that_come_home_need_no_memory_of_their_own() -> None:
+    query, key, value = torch.randn(3, 1, 64, 2, 8).unbind()
+    kept: list[int] = []
+
+    def finish(self: SpreadGrads, *args: Any) -> None:
+        finish_all(self, *args)
+        kept.append(len(self._own))
+
+    def differentiate(ring: ThreadRing) -> None:
+        leaves = [ring.shard(x).requires_grad_() for x in (query, key, value)]
+        ThreadRingDilatedAttention([64], [2], ring=ring)(*leaves).sum().backward()
+
+    finish_all = SpreadGrads.finish
+    with every_branch_spread(message_cost=5.0), mock.patch.object(SpreadGrads, "finish", finish):
+        run_in_threads(4, differentiate)
+    assert kept == [0] * 4
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
