@@ -50,14 +50,9 @@ class Event:
     tiles_before: int = 0
 
     @property
-    def carries_keys(self) -> bool:
-        """Whether the hop carries K and V. Their tags are even. The tags of dK and dV are odd."""
-        return self.what != "tile" and self.tag % 2 == 0
-
-    @property
-    def is_spread(self) -> bool:
-        """Whether the hop carries rows of spread branches."""
-        return self.what != "tile" and bool(self.tag & SPREAD)
+    def posts_keys(self) -> bool:
+        """Whether the hop was posted for K and V, and not for spread rows. The tags of dK and dV are odd."""
+        return self.what == "post" and self.tag % 2 == 0 and not self.tag & SPREAD
 
     @property
     def step(self) -> int:
@@ -74,18 +69,13 @@ class Recording:
     _received: dict[int, list[StorageWeakRef]] = field(default_factory=dict)
 
     def post(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> None:
-        if tag % 2 == 0 and incoming and not tag & SPREAD:
-            self._received[tag] = [StorageWeakRef(buffer.untyped_storage()) for buffer in incoming.values()]
         sent, received = ({peer: x.nbytes for peer, x in buffers.items()} for buffers in (outgoing, incoming))
-        self._add(Event("post", tag, sent=sent, received=received))
+        event = Event("post", tag, sent=sent, received=received)
+        if event.posts_keys:
+            self._received[tag] = [StorageWeakRef(buffer.untyped_storage()) for buffer in incoming.values()]
+        self.add(event)
 
-    def wait(self, tag: int) -> None:
-        self._add(Event("wait", tag))
-
-    def tile(self, direction: str) -> None:
-        self._add(Event("tile", direction=direction))
-
-    def _add(self, event: Event) -> None:
+    def add(self, event: Event) -> None:
         alive = sum(not all(ref.expired() for ref in refs) for refs in self._received.values())
         tiles = sum(earlier.what == "tile" for earlier in self.events)
         self.events.append(replace(event, buffers_alive=alive, tiles_before=tiles))
@@ -98,7 +88,7 @@ class _RecordedTransfer(Transfer):
     tag: int
 
     def wait(self, timeout: timedelta) -> StreamHop | None:
-        self.recording.wait(self.tag)
+        self.recording.add(Event("wait", self.tag))
         return self.transfer.wait(timeout)
 
 
@@ -111,11 +101,11 @@ class _RecordedKernel:
         return getattr(self.kernel, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.recording.tile("forward")
+        self.recording.add(Event("tile", direction="forward"))
         return self.kernel.forward(*args, **kwargs)
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        self.recording.tile("backward")
+        self.recording.add(Event("tile", direction="backward"))
         return self.kernel.backward(*args, **kwargs)
 
 
@@ -152,13 +142,7 @@ def recorded(attention_class: Any) -> Iterator[Recording]:
 def no_collectives() -> Iterator[None]:
     """Make every collective of every process group raise."""
 
-    def refuse(name: str) -> Any:
-        def raise_instead(*args: object, **kwargs: object) -> None:
-            raise AssertionError(f"{name} was called, but collectives are forbidden here")
-
-        return raise_instead
-
-    with contextlib.ExitStack() as patches:
-        for name in COLLECTIVES:
-            patches.enter_context(mock.patch.object(dist.ProcessGroup, name, refuse(name)))
+    errors = {name: AssertionError(f"{name} was called, but collectives are forbidden here") for name in COLLECTIVES}
+    refusals = {name: mock.Mock(side_effect=error) for name, error in errors.items()}
+    with mock.patch.multiple(dist.ProcessGroup, **refusals):
         yield

@@ -19,14 +19,7 @@ from torch import Tensor
 from ring_backends.errors import RingMismatchError
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.schedule.planner import rank_plan
-from ring_backends.testing.calls import (
-    Results,
-    call_here,
-    check_results,
-    expected,
-    run_cases,
-    whole,
-)
+from ring_backends.testing.calls import Results, call_here, check_results, expected, run_cases, whole
 from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.correctness import EDGE_CASES, examples
 from ring_backends.testing.failing_calls import ending
@@ -51,6 +44,16 @@ _FULL = AttentionCase(48, (48,), (1,), num_heads=4, num_kv_heads=4, head_dim=8, 
 _MIXED = replace(
     _FULL, seq_len=61, segment_lengths=(7, 30, 61), dilation_rates=(1, 2, 3), num_kv_heads=2, masked="random"
 )
+
+HOPS_BY_HAND = {
+    "full": (_FULL, (3, 3, 3, 3), (6, 6, 6, 6)),
+    "dilated": (replace(_FULL, dilation_rates=(3,), num_heads=3, num_kv_heads=3), (3, 3, 3, 3), (6, 6, 6, 6)),
+    # Rank i sends K and V of the shards 0 … i. The last rank sends none. In backward, rank i also sends i gradients.
+    "causal": (replace(_FULL, is_causal=True), (1, 2, 3, 0), (1, 3, 5, 3)),
+    # Each pair of ranks forms a ring of two.
+    "segments of two shards": (replace(_FULL, segment_lengths=(24,)), (1, 1, 1, 1), (2, 2, 2, 2)),
+}
+"""Cases, and the number of hops that each rank sends in forward and in backward."""
 
 
 def sizes_of(case: AttentionCase) -> dict[str, Any]:
@@ -161,34 +164,16 @@ class TrafficTests(AdapterSuite):
             for answer in answers:
                 assert answer.forward == answer.backward == (0, 0)
 
-    def test_full_attention_sends_every_other_shard_once(self, world: World) -> None:
-        """A shard of K and V has 12 rows, 4 heads and 8 fp64 components, and takes 3 hops. dK and dV take 3 hops."""
-        shard = 12 * 4 * 8 * 8 * 2
-        for answer in run_cases(world, self.adapter, FOUR, "contiguous", [_FULL])[0][0]:
-            assert answer.forward == (3 * shard, 3)
-            assert answer.backward[0] == 3 * shard + 3 * shard
-
-    @core
-    def test_dilated_attention_sends_dilated_rows(self, world: World) -> None:
-        """A shard has 12 rows. Each head sends every third row."""
-        case = replace(_FULL, dilation_rates=(3,), num_heads=3, num_kv_heads=3)
-        for answer in run_cases(world, self.adapter, FOUR, "contiguous", [case])[0][0]:
-            assert answer.forward[0] == 3 * (4 * 3 * 8 * 8 * 2)
-
-    @core
-    def test_causal_attention_sends_to_later_ranks_only(self, world: World) -> None:
-        """Rank i sends the shards 0 … i. The last rank sends none."""
-        shard = 12 * 4 * 8 * 8 * 2
-        answers = run_cases(world, self.adapter, FOUR, "contiguous", [replace(_FULL, is_causal=True)])[0][0]
-        assert [answer.forward[0] for answer in answers] == [shard, 2 * shard, 3 * shard, 0]
-
-    @core
-    def test_a_segment_over_two_ranks_is_sent_only_between_them(self, world: World) -> None:
-        """A segment spans two shards. Each pair of ranks therefore forms a ring of two."""
-        shard = 12 * 4 * 8 * 8 * 2
-        case = replace(_FULL, segment_lengths=(24,))
-        for answer in run_cases(world, self.adapter, FOUR, "contiguous", [case])[0][0]:
-            assert (answer.forward[0], answer.backward[0]) == (shard, 2 * shard)
+    @pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=() if name == "full" else pytest.mark.core) for name in HOPS_BY_HAND]
+    )
+    def test_hops_counted_by_hand(self, world: World, name: str) -> None:
+        """A hop carries the dilated rows of a shard of 12 rows, in K and V or in dK and dV, of 8 fp64 components."""
+        case, *numbers = HOPS_BY_HAND[name]
+        hop_bytes = 12 // case.dilation_rates[0] * case.num_kv_heads * 8 * 8 * 2
+        answers = run_cases(world, self.adapter, FOUR, "contiguous", [case])[0][0]
+        for answer, *hops in zip(answers, *numbers, strict=True):
+            assert [answer.forward, answer.backward] == [(number * hop_bytes, number) for number in hops]
 
     @pytest.mark.parametrize("cut", matrix_but(False, of=(False, True)), ids=["whole", "cut"])
     @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
@@ -275,7 +260,7 @@ def _check_waits(events: list[Event], rank: int) -> None:
 def _check_order(events: list[Event], tiles_of_steps: list[int], rank: int) -> None:
     """Check that the hop for the next step is posted before the tiles of the current step are computed."""
     for event in events:
-        if event.what == "post" and event.carries_keys and not event.is_spread:
+        if event.posts_keys:
             due = sum(tiles_of_steps[: event.step - 1])
             what = f"rank {rank} posts the hop of step {event.step} after {event.tiles_before} tiles"
             assert event.tiles_before == due, f"{what}; expected {due} tiles"
