@@ -6,23 +6,21 @@ time, and has to work on a new ring afterwards. If the rank is only late, the ca
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ring_backends.engine.tiles import TileRunner
 from ring_backends.errors import RingPeerError
-from ring_backends.ring.transfer import Transfer
 from ring_backends.testing.calls import case_of_ring, local_call
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import A_MOMENT, AT_ONCE, ODD_RANK, SHORT, SMALL_CASE, Ended, ending
@@ -37,127 +35,79 @@ CALLS_MEANWHILE = 20
 """Number of calls that the other rings make during the fault."""
 
 
-Kind = Literal["killed", "exits", "stopped", "raises", "late"]
+def _raise(*_: object) -> NoReturn:
+    raise ZeroDivisionError("no room for a tile")
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A fault of rank 1 of the first ring at hop ``hop``. Hops are counted through forward and backward.
+FAULTS: dict[str, Callable[[], Any]] = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exits": lambda: os._exit(3),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "raises": lambda: mock.patch.multiple(TileRunner, forward=_raise, backward=_raise).start(),
+    "late": lambda: time.sleep(LATE),
+}
+"""What happens on rank 1 of the first ring before it posts a hop. ``"raises"``: the tile of this hop raises."""
 
-    The fault occurs before the hop is posted. ``"raises"`` raises in the tile that is computed during the hop.
-    """
+HOPS = [(rings, hop) for rings in (FOUR, TWO) for hop in range(3 * (rings.size - 1))]
+"""Every hop, counted through forward and backward.
 
-    kind: Kind
-    hop: int
+On p ranks that see all keys, K and V take p − 1 hops in forward and in backward. dK and dV take p − 1.
+"""
 
-    def __str__(self) -> str:
-        return f"{self.kind}-at-{self.hop}"
-
-    def trigger(self) -> None:
-        if self.kind == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif self.kind == "exits":
-            os._exit(3)
-        elif self.kind == "stopped":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif self.kind == "late":
-            time.sleep(LATE)
-
-
-class Boom(Exception):
-    """The error of the rank whose fault is ``"raises"``."""
-
-
-def num_hops(ring_size: int) -> int:
-    """On p ranks that see all keys, K and V take p − 1 hops in forward and in backward. dK and dV take p − 1."""
-    return 3 * (ring_size - 1)
-
-
-@dataclass(frozen=True)
-class Aftermath:
-    """The report of a rank of the first ring after a fault.
-
-    Attributes:
-        ended: how the call ended, and how the next call on the same ring ended.
-        left: how ``destroy_process_group`` ended. It is called only if a rank is lost.
-    """
-
-    ended: tuple[Ended, ...]
-    left: Ended | None = None
-
-
-def call_with_fault(adapter: str, rings: RingSpec, fault: Fault) -> Aftermath | None:
-    """Make two calls. In the second, rank 1 of the first ring has the fault. Returned results are exact."""
-    rank = dist.get_rank()
-    ring, place = new_ring(adapter, rings, TIMEOUT), rings.place(rank)
-    assert place is not None
-    call = local_call(adapter, ring, case_of_ring(SMALL_CASE, place[0]))
-    call.check()
-    if place[0] > 0:
-        for _ in range(CALLS_MEANWHILE):
-            call.check()
-        return None
-    if place[1] == ODD_RANK:
-        inject(fault, call.attention)
-    ended = ending(call.check)
-    mock.patch.stopall()
-    if fault.kind == "late":
-        return Aftermath((ended,))
-    if ended.error == "no error":  # this rank did not wait for the lost rank again; its next call raises
-        ended = ending(call.results)
-    ended_again = ending(call.results)
-    if fault.kind == "raises":  # all ranks are alive
-        attend_anew(adapter, rings.rings[0])
-        return Aftermath((ended, ended_again))
-    survivors = tuple(other for other in rings.rings[0] if other != rings.rings[0][ODD_RANK])
-    if len(survivors) > 1:
-        attend_anew(adapter, survivors)
-    return Aftermath((ended, ended_again), ending(dist.destroy_process_group))
-
-
-def inject(fault: Fault, attention: Any) -> None:
-    """Inject the fault into the next call of ``attention`` on this rank."""
-    post, posted = attention.ring_pass, 0
-
-    def ring_pass(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
-        nonlocal posted
-        posted += 1
-        if posted - 1 == fault.hop:
-            if fault.kind == "raises":
-                for tile in ("forward", "backward"):
-                    mock.patch.object(TileRunner, tile, _boom).start()
-            fault.trigger()
-        transfer: Transfer = post(outgoing, incoming, tag)
-        return transfer
-
-    attention.ring_pass = ring_pass
-
-
-def _boom(*_: object) -> NoReturn:
-    raise Boom("no room for a tile")
-
-
-def attend_anew(adapter: str, ranks: tuple[int, ...]) -> None:
-    """Check a call on a new ring of these ranks."""
-    # Only the survivors make this call. It waits for no other rank, since all have made equally many groups.
-    ring = backend(adapter).initialize(group=dist.new_group(list(ranks)), timeout=60)
-    local_call(adapter, ring, SMALL_CASE).check()
-
-
-KINDS_OF_LOSS: tuple[Kind, ...] = ("killed", "exits", "stopped")
-LOSSES = [
-    (rings, Fault(kind, hop)) for rings in (FOUR, TWO) for kind in KINDS_OF_LOSS for hop in range(num_hops(rings.size))
-]
+LOSSES = [(rings, fault, hop) for rings, hop in HOPS for fault in ("killed", "exits", "stopped")]
 """Every kind of loss at every hop, in rings of four and of two."""
 
 SOME_LOSSES = [
-    *((FOUR, Fault("killed", hop)) for hop in (0, 1, 4, 8)),
-    *((FOUR, Fault("stopped", hop)) for hop in (2, 5)),
-    (FOUR, Fault("exits", 4)),
-    (TWO, Fault("killed", 0)),
-    (TWO, Fault("stopped", 2)),
+    *((FOUR, "killed", hop) for hop in (0, 1, 4, 8)),
+    *((FOUR, "stopped", hop) for hop in (2, 5)),
+    (FOUR, "exits", 4),
+    (TWO, "killed", 0),
+    (TWO, "stopped", 2),
 ]
-QUICK_LOSSES = [(FOUR, Fault("killed", 1)), (FOUR, Fault("stopped", 5))]
+QUICK_LOSSES = [(FOUR, "killed", 1), (FOUR, "stopped", 5)]
+
+
+def call_with_fault(adapter: str, rings: RingSpec, fault: str, hop: int, seconds: float = TIMEOUT) -> list[Ended]:
+    """Make two calls. In the second, rank 1 of the first ring has a fault. Returned results are exact.
+
+    Returns:
+        In the first ring: how the call ended, and unless the rank is only late, the next call on this ring. If a rank
+        is lost, also how ``destroy_process_group`` ended.
+    """
+    ring = new_ring(adapter, rings, seconds)
+    call = local_call(adapter, ring, case_of_ring(SMALL_CASE, ring.data_rank))
+    call.check()
+    if ring.data_rank > 0:
+        for _ in range(CALLS_MEANWHILE):
+            call.check()
+        return []
+    if ring.rank == ODD_RANK:
+        inject(fault, hop, call.attention)
+    ended = ending(call.check)
+    mock.patch.stopall()
+    if fault == "late":
+        return [ended]
+    if ended.error == "no error":  # this rank did not wait for the lost rank again; its next call raises
+        ended = ending(call.results)
+    ended_again = ending(call.results)
+    others = [rank for rank in ring.ranks if fault == "raises" or rank != ring.ranks[ODD_RANK]]
+    if len(others) > 1:
+        # Only these ranks make this call. It waits for no other rank, since all have made equally many groups.
+        ring = backend(adapter).initialize(group=dist.new_group(others), timeout=60)
+        local_call(adapter, ring, SMALL_CASE).check()
+    return [ended, ended_again] if fault == "raises" else [ended, ended_again, ending(dist.destroy_process_group)]
+
+
+def inject(fault: str, hop: int, attention: Any) -> None:
+    """Inject the fault into the next call of ``attention`` on this rank."""
+    post, hops = attention.ring_pass, itertools.count()
+
+    def ring_pass(*arguments: Any) -> Any:
+        if next(hops) == hop:
+            FAULTS[fault]()
+        return post(*arguments)
+
+    attention.ring_pass = ring_pass
 
 
 class FaultTests(AdapterSuite):
@@ -167,23 +117,36 @@ class FaultTests(AdapterSuite):
             losses = SOME_LOSSES if metafunc.config.getoption("soak") == 1 else LOSSES
             marks = [() if loss in QUICK_LOSSES else MORE_CASES for loss in losses]
             cases = [pytest.param(*loss, marks=mark) for loss, mark in zip(losses, marks, strict=True)]
-            metafunc.parametrize(("rings", "fault"), cases, ids=[f"{rings}-{fault}" for rings, fault in losses])
+            metafunc.parametrize(("rings", "fault", "hop"), cases, ids=["{}-{}-at-{}".format(*loss) for loss in losses])
 
     @requires("a lost rank")
-    def test_a_rank_is_lost(self, world: World, rings: RingSpec, fault: Fault) -> None:
+    def test_a_rank_is_lost(self, world: World, rings: RingSpec, fault: str, hop: int) -> None:
         world.run(get_ready, self.adapter)
-        ring = rings.rings[0]
-        silent = [ring[ODD_RANK]] if fault.kind == "stopped" else []
-        outcomes = world.run_collect(call_with_fault, self.adapter, rings, fault, silent=silent, timeout=60)
+        silent = [ODD_RANK] if fault == "stopped" else []
+        outcomes = world.run_collect(call_with_fault, self.adapter, rings, fault, hop, silent=silent, timeout=60)
         for rank, outcome in enumerate(outcomes):
-            if rank == ring[ODD_RANK]:
-                assert outcome.status == ("no answer" if fault.kind == "stopped" else "died"), outcome
+            if rank == ODD_RANK:
+                assert outcome.status == ("no answer" if fault == "stopped" else "died"), outcome
                 continue
             assert outcome.status == "returned", outcome
-            if rank in ring:
-                self.check_error(outcome.value, ring.index(rank))
-                assert outcome.value.left.error == "no error", outcome.value.left
-                assert outcome.value.left.seconds < BOUND
+            if rank in rings.rings[0]:
+                first, again, left = outcome.value
+                first.check(RingPeerError, within=TIMEOUT + BOUND)
+                assert re.search(rf"rank {rank} waited in step \d+ of (forward|backward)", first.message), first
+                assert re.search(r"from rank \[\d?\] and to rank \[\d?\]", first.message), first
+                again.check(RingPeerError, "initialize()", within=1)
+                assert left.error == "no error", left
+                assert left.seconds < BOUND
+
+    @requires("a lost rank")
+    def test_a_rank_that_dies_is_reported_at_once(self, world: World) -> None:
+        """The ranks do not wait for the timeout of the ring."""
+        world.run(get_ready, self.adapter)
+        outcomes = world.run_collect(call_with_fault, self.adapter, FOUR, "killed", 0, seconds=60.0)
+        assert outcomes.pop(ODD_RANK).status == "died"
+        for outcome in outcomes:
+            assert outcome.status == "returned", outcome
+            outcome.value[0].check(RingPeerError, within=AT_ONCE)
 
     @pytest.mark.parametrize("hop", matrix_but(1, of=range(4)))
     def test_a_rank_raises(self, world: World, hop: int) -> None:
@@ -193,63 +156,40 @@ class FaultTests(AdapterSuite):
         wait. The test therefore accepts waits in 2 of 8 tries. If 1 % of the tries wait, it fails once in 20,000 runs.
         If 60 % wait, it fails in 19 of 20 runs.
         """
-        tries, late = 8, []
-        for number in range(tries):
+        num_in_time, late = 0, []
+        while num_in_time < 6:
             seconds = max(self.check_raised(world, hop))
-            if seconds >= TIMEOUT:
-                late.append(f"{seconds:.1f} s in try {number + 1}")
+            if seconds < TIMEOUT:
+                num_in_time += 1
+            else:
+                late.append(seconds)
             assert len(late) <= 2, f"ranks waited for the timeout of {TIMEOUT} s in more than 2 tries: {late}"
-            if number + 1 - len(late) == tries - 2:
-                break
 
     def check_raised(self, world: World, hop: int) -> list[float]:
         """Check the errors, and return the seconds after which each of the other ranks raised."""
-        seconds = []
-        for rank, aftermath in enumerate(world.run(call_with_fault, self.adapter, FOUR, Fault("raises", hop))):
-            first, again = aftermath.ended
+        by_rank = world.run(call_with_fault, self.adapter, FOUR, "raises", hop)
+        for rank, (first, again) in enumerate(by_rank):
             if rank == ODD_RANK:
-                assert first.error == "Boom", first
+                assert (first.error, first.message) == ("ZeroDivisionError", "no room for a tile"), first
             else:
-                first.check(RingPeerError, f"rank {ODD_RANK} raised Boom: no room for a tile", within=TIMEOUT + BOUND)
-                seconds.append(first.seconds)
+                text = f"rank {ODD_RANK} raised ZeroDivisionError: no room for a tile"
+                first.check(RingPeerError, text, within=TIMEOUT + BOUND)
             again.check(RingPeerError)
-        return seconds
+        return [first.seconds for rank, (first, _) in enumerate(by_rank) if rank != ODD_RANK]
 
     @pytest.mark.parametrize(
         ("rings", "hop"),
         [
             pytest.param(rings, hop, id=f"{rings}-at-{hop}", marks=() if (rings, hop) == (FOUR, 4) else MORE_CASES)
-            for rings in (FOUR, TWO)
-            for hop in range(num_hops(rings.size))
+            for rings, hop in HOPS
         ],
     )
     def test_a_rank_is_late(self, world: World, rings: RingSpec, hop: int) -> None:
-        by_rank = world.run(call_with_fault, self.adapter, rings, Fault("late", hop))
+        by_rank = world.run(call_with_fault, self.adapter, rings, "late", hop)
         for rank in rings.rings[0]:
-            (ended,) = by_rank[rank].ended
+            (ended,) = by_rank[rank]
             assert ended.error == "no error", ended
             assert rank != ODD_RANK or ended.seconds >= LATE
-
-    def check_error(self, aftermath: Aftermath, rank: int) -> None:
-        first, again = aftermath.ended
-        first.check(RingPeerError, within=TIMEOUT + BOUND)
-        assert re.search(rf"rank {rank} waited in step \d+ of (forward|backward)", first.message), first
-        assert re.search(r"from rank \[\d?\] and to rank \[\d?\]", first.message), first
-        again.check(RingPeerError, "initialize()", within=1)
-
-
-def die(adapter: str) -> None:
-    """Rank 3 of 4 is killed while the other ranks make a call."""
-    ring = new_ring(adapter, FOUR)
-    call = local_call(adapter, ring, SMALL_CASE)
-    call()
-    if ring.rank == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    call()
-
-
-def attend_on_a_new_ring(adapter: str) -> None:
-    local_call(adapter, new_ring(adapter, FOUR), SMALL_CASE).check()
 
 
 class LostPeerTests(AdapterSuite):
@@ -290,14 +230,3 @@ class LostPeerTests(AdapterSuite):
         ended.check(RingPeerError, "[1]", within=SHORT + A_MOMENT)
         pattern = r"step \d+ of backward .* from rank \[1\] and to rank \[1\]"
         assert out is None or re.search(pattern, ended.message), ended
-
-    @requires("a lost rank")
-    def test_a_rank_that_dies_is_reported_at_once(self, world: World) -> None:
-        world.run(get_ready, self.adapter)
-        start = time.monotonic()
-        *survivors, dead = world.run_collect(die, self.adapter)
-        assert time.monotonic() - start < 5 + AT_ONCE
-        assert dead.status == "died"
-        for outcome in survivors:
-            assert outcome.raised(RingPeerError), "\n".join(map(str, survivors))
-        world.run(attend_on_a_new_ring, self.adapter)
