@@ -146,16 +146,32 @@ ROUNDED_CASES = (
     replace(_LONGER, segment_lengths=(None, None), dilation_rates=(1, 4), window_lengths=(24, 101), batch=2, seed=9),
 )
 
+CASE = AttentionCase(
+    41, (16, 41), (1, 2), batch=2, num_heads=4, num_kv_heads=2, is_causal=True, masked="random", dtype=torch.float64
+)
+
+
+class EdgeCaseTests(AdapterSuite):
+    """The correctness that the quick command tests with every adapter."""
+
+    def test_some_edge_cases_match_the_definition(self, world: World) -> None:
+        check_exact(world, self.adapter, FOUR, "zigzag", [*EDGE_CASES.values()][::4])
+
 
 @core
 class CorrectnessTests(AdapterSuite):
+    @pytest.mark.parametrize("gradients", [True, False], ids=["gradients", "no gradients"])
     @every_ring_and_layout
     @given(case=attention_cases(max_n=70, dtypes=[torch.float64]))
     @examples(6)
     def test_random_calls_match_the_definition(
-        self, world: World, rings: RingSpec, layout: LayoutKind, case: AttentionCase
+        self, world: World, rings: RingSpec, layout: LayoutKind, case: AttentionCase, gradients: bool
     ) -> None:
-        check_exact(world, self.adapter, rings, layout, [case], gradients=False)
+        check_exact(world, self.adapter, rings, layout, [case], gradients=gradients)
+
+    @every_size_and_layout
+    def test_edge_cases_match_the_definition(self, world: World, rings: RingSpec, layout: LayoutKind) -> None:
+        check_exact(world, self.adapter, rings, layout, list(EDGE_CASES.values()))
 
     @pytest.mark.parametrize(
         "dtype", matrix_but(torch.float32, torch.bfloat16, of=(torch.float32, torch.bfloat16, torch.float16)), ids=str
@@ -234,33 +250,6 @@ class CorrectnessTests(AdapterSuite):
             shorter = [replace(case, dtype=dtype) for case in ROUNDED_CASES]
             check_rounding(world, self.adapter, rings, layout, shorter, device="cuda")
 
-
-CASE = AttentionCase(
-    41, (16, 41), (1, 2), batch=2, num_heads=4, num_kv_heads=2, is_causal=True, masked="random", dtype=torch.float64
-)
-
-
-class GradientTests(AdapterSuite):
-    @core
-    @every_ring_and_layout
-    @given(case=attention_cases(max_n=60, dtypes=[torch.float64]))
-    @examples(6)
-    def test_random_gradients_match_the_definition(
-        self, world: World, rings: RingSpec, layout: LayoutKind, case: AttentionCase
-    ) -> None:
-        check_exact(world, self.adapter, rings, layout, [case])
-
-    @core
-    @every_size_and_layout
-    def test_gradients_of_edge_cases_match_the_definition(
-        self, world: World, rings: RingSpec, layout: LayoutKind
-    ) -> None:
-        check_exact(world, self.adapter, rings, layout, list(EDGE_CASES.values()))
-
-    def test_gradients_of_some_edge_cases_match_the_definition(self, world: World) -> None:
-        check_exact(world, self.adapter, FOUR, "zigzag", [*EDGE_CASES.values()][::4])
-
-    @core
     @pytest.mark.parametrize(
         "needed", [("query",), ("key",), ("value",), ("key", "value"), ("query", "value")], ids="-".join
     )
@@ -273,7 +262,6 @@ class GradientTests(AdapterSuite):
         for name, x, wanted in zip(("query", "key", "value"), call.inputs, call.expected()[2:5], strict=True):
             torch.testing.assert_close(x.grad, wanted if name in needed else None, rtol=0, atol=FP64_TOLERANCE)
 
-    @core
     @pytest.mark.parametrize("order", [(0, 1), (1, 0), (1, 0, 1)], ids=str)
     @on_every_rank
     def test_backwards_in_any_order(self, order: tuple[int, ...]) -> None:
@@ -285,7 +273,6 @@ class GradientTests(AdapterSuite):
             got = Results(out.detach(), lse, *grads[index])
             check_results(got, calls[index].expected(), FP64_TOLERANCE, f"call {index}, backwards {order}")
 
-    @core
     @on_every_rank
     def test_gradients_accumulate(self) -> None:
         call = self.call(CASE)
@@ -294,7 +281,6 @@ class GradientTests(AdapterSuite):
         halves = [x.grad / 2 for x in call.inputs if x.grad is not None]
         torch.testing.assert_close(halves, list(call.expected()[2:5]), rtol=0, atol=FP64_TOLERANCE)
 
-    @core
     @on_every_rank
     def test_query_key_and_value_may_be_one_tensor(self) -> None:
         """Its gradient is the sum of the gradients of three copies."""
@@ -305,7 +291,6 @@ class GradientTests(AdapterSuite):
         apart = torch.autograd.grad(attention(*copies, **options), copies, call.grad_out)
         torch.testing.assert_close(together, torch.stack(apart).sum(0), rtol=0, atol=FP64_TOLERANCE)
 
-    @core
     @on_every_rank
     def test_a_second_derivative_is_refused(self) -> None:
         call = self.call(CASE)
@@ -313,7 +298,6 @@ class GradientTests(AdapterSuite):
         squares = torch.stack([grad.square().sum() for grad in grads]).sum()
         ending(squares.backward).check(RuntimeError, "derivative")
 
-    @core
     @on_every_rank
     def test_calls_without_gradients(self) -> None:
         call = self.call(CASE)

@@ -94,8 +94,8 @@ UNSHARDED: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
 }
 
 
+@core
 class MismatchTests(AdapterSuite):
-    @core
     @pytest.mark.parametrize("name", DIFFERENCES)
     @on_every_rank
     def test_ranks_that_disagree_are_reported_at_once(self, name: str) -> None:
@@ -115,7 +115,6 @@ class MismatchTests(AdapterSuite):
         text = named(different.name, different.usual, different.odd)
         ending(attend).check(RingMismatchError, text, within=AT_ONCE)
 
-    @core
     @pytest.mark.parametrize("name", matrix_but("batch", of=LATER))
     @on_every_rank
     def test_ranks_that_disagree_later_are_reported_in_time(self, name: str) -> None:
@@ -153,7 +152,6 @@ class MismatchTests(AdapterSuite):
         ending(differ).check(RingMismatchError, named(*LATER[name]), within=SHORT + A_MOMENT)
         ending(call).check(RingPeerError, "initialize()")
 
-    @core
     @on_every_rank
     def test_a_refusal_on_one_rank_is_reported_to_the_others(self) -> None:
         """One rank passes a bad argument in the first call. Then all ranks call, and compare earlier values."""
@@ -168,7 +166,6 @@ class MismatchTests(AdapterSuite):
         call()
         agree(ring, "last")
 
-    @core
     @on_every_rank
     def test_a_refusal_of_an_agreed_call_is_reported_to_the_others(self) -> None:
         """One rank passes a bad argument in an agreed call. Then all ranks call again, and on a new ring."""
@@ -181,7 +178,6 @@ class MismatchTests(AdapterSuite):
         again.check(RingMismatchError if odd else RingPeerError, "initialize()", within=AT_ONCE)
         self.new_call().check()
 
-    @core
     @on_every_rank
     def test_a_call_that_all_ranks_refuse_leaves_the_ring_as_it_is(self) -> None:
         call = self.new_call()
@@ -189,7 +185,6 @@ class MismatchTests(AdapterSuite):
         ending(call, is_causal=1).check(TypeError)
         call.check()
 
-    @core
     @pytest.mark.parametrize("name", UNSHARDED)
     @on_every_rank
     def test_ranks_that_unshard_differently_are_reported(self, name: str) -> None:
@@ -201,7 +196,6 @@ class MismatchTests(AdapterSuite):
         afterwards = ring.unshard(x, seq_len=8)[0, :, 0].tolist()
         assert afterwards == [0, 0, 1, 1, 2, 2, 3, 3], afterwards
 
-    @core
     @on_every_rank
     def test_a_rank_that_refuses_to_unshard_is_reported(self) -> None:
         """One rank passes an invalid ``dim`` in an agreed call of unshard."""
@@ -210,14 +204,12 @@ class MismatchTests(AdapterSuite):
         ended = ending(ring.unshard, x, 7 if ring.rank == ODD_RANK else 1)
         ended.check(IndexError if ring.rank == ODD_RANK else RingMismatchError, "out of range", within=AT_ONCE)
 
-    @core
     @on_every_rank
     def test_second_derivatives_of_unshard_are_refused(self) -> None:
         x = torch.ones(1, 2, requires_grad=True)
         (grad,) = torch.autograd.grad((self.ring().unshard(x) ** 3).sum(), x, create_graph=True)
         ending(grad.square().sum().backward).check(RuntimeError, "once_differentiable")
 
-    @core
     @on_every_rank
     def test_unsharding_and_attending_are_distinguished(self) -> None:
         """One rank calls unshard while the others call attention. All ranks have made both calls before."""

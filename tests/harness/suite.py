@@ -12,7 +12,7 @@ from ring_backends.testing.bad_arguments import BadArgumentTests
 from ring_backends.testing.compiled import CompileTests
 from ring_backends.testing.contiguity import ContiguityTests
 from ring_backends.testing.copies import CopyTests, ModelCopyTests
-from ring_backends.testing.correctness import CorrectnessTests, GradientTests
+from ring_backends.testing.correctness import CorrectnessTests, EdgeCaseTests
 from ring_backends.testing.faults import FaultTests, LostPeerTests
 from ring_backends.testing.layouts import LayoutTests
 from ring_backends.testing.mismatches import MismatchTests
@@ -41,7 +41,7 @@ class TransportTests(
     ContiguityTests,
     SpecialValueTests,
     ActivationCheckpointTests,
-    GradientTests,
+    EdgeCaseTests,
     CorrectnessTests,
 ):
     """All suites of ``initialize`` and ``ring_pass``: results, traffic and errors of attention. None trains."""
