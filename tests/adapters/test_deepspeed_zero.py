@@ -23,7 +23,7 @@ from ring_backends.testing.rings import FOUR, TWO, ring_here, ring_of
 from ring_backends.testing.training import look_up_places, renew_closed_worlds, train_in_bf16
 from ring_backends.testing.training_runs import Recipe, State, check_moves, train_alone
 from ring_backends.testing.training_steps import EARLY, check_hooks
-from ring_backends.testing.unequal_ranks import WIDTHS, WINDOWS, check_experts, train_experts
+from ring_backends.testing.unequal_ranks import WIDTHS, WINDOWS, check_experts
 from ring_backends.testing.world import World, on_every_rank
 
 pytest.importorskip("deepspeed")
@@ -187,8 +187,7 @@ class TestZeRO:
     @pytest.mark.parametrize("name", WINDOWS)
     @pytest.mark.parametrize("stage", [1, 2, 3])
     def test_no_rank_uses_a_parameter_with_offloaded_states(self, world: World, name: str, stage: int) -> None:
-        by_rank = world.run(train_experts, ADAPTER, WIDTHS, WINDOWS[name], offloaded(stage))
-        check_experts(by_rank, WIDTHS, WINDOWS[name])
+        world.run(check_experts, ADAPTER, WIDTHS, WINDOWS[name], offloaded(stage))
 
     @pytest.mark.parametrize(
         ("stage", "zero_options"),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ring_backends.ring.watchdog import WATCHDOG
 from ring_backends.schedule.layout import LayoutKind
@@ -40,11 +40,10 @@ from ring_backends.testing.training_runs import (
     Recipe,
     State,
     Trainer,
+    TrainingSuite,
     check_moves,
-    check_ranks,
     every_mesh,
     every_precision,
-    train,
     train_alone,
 )
 from ring_backends.testing.world import World, on_every_rank
@@ -56,43 +55,10 @@ def train_in_bf16(
     """Train. Returns the states, and the dtypes of the outputs of the projections."""
     trainer = Trainer(adapter, rings, "zigzag", recipe, options)
     seen: set[torch.dtype] = set()
-
-    def look(module: nn.Module, args: Any, out: Tensor) -> None:
-        seen.add(out.dtype)
-
     for name, module in trainer.state.model.named_modules():
         if name.endswith("projections"):
-            module.register_forward_hook(look)
+            module.register_forward_hook(lambda module, args, out: seen.add(out.dtype))
     return trainer.states(), seen
-
-
-def train_in_fp16(
-    adapter: str, rings: RingSpec, recipe: Recipe, path: str, options: Mapping[str, Any]
-) -> tuple[list[State], list[State], tuple[int, int]]:
-    """Train with fp16, after a step in which the loss of one rank is infinite; resume after the first further step.
-
-    Returns the states, those around the last step of the resumed run, and the numbers of steps that were left out at
-    first and by the resumed run.
-    """
-    trainer = Trainer(adapter, rings, "zigzag", recipe, options)
-    ((tokens, labels),) = trainer.micro_batches(0)
-    loss = trainer.loss(tokens, labels, None)
-    trainer.state.backward(loss * (math.inf if dist.get_rank() == 1 else 1.0))
-    trainer.state.step()
-    overflows = trainer.state.skipped_steps
-    states = [trainer.state.full_state_dict()]
-    for step in range(recipe.steps):
-        while trainer.state.step_count == step and trainer.state.skipped_steps < 20:  # the scale begins with 65,536
-            trainer.step(step)
-        states.append(trainer.state.full_state_dict())
-        if step == 0:
-            trainer.state.save(path)
-    resumed = Trainer(adapter, rings, "zigzag", replace(recipe, seed=99), options)
-    resumed.state.load(path)
-    loaded = resumed.state.full_state_dict()
-    resumed.step(recipe.steps - 1)
-    again = [loaded, resumed.state.full_state_dict()]
-    return states, again, (overflows, resumed.state.skipped_steps)
 
 
 COORDS = (1001.0, 4095.0, 3333.5, 257.0)
@@ -180,18 +146,10 @@ def renew_closed_worlds(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @requires("training")
-class TrainingTests(AdapterSuite):
+class TrainingTests(TrainingSuite):
     @pytest.fixture(autouse=True)
     def _renew_closed_worlds(self, request: pytest.FixtureRequest) -> Iterator[None]:
         yield from renew_closed_worlds(request)
-
-    def check_training(
-        self, world: World, rings: RingSpec, layout: LayoutKind, recipe: Recipe, tolerance: float
-    ) -> None:
-        """Train. Check that parameters change as in one process, and that all ranks have bitwise equal parameters."""
-        by_rank = world.run(train, self.adapter, rings, layout, recipe, self.framework_options)
-        wanted = train_alone(rings, layout, recipe)
-        check_ranks(by_rank, wanted, tolerance, recipe)
 
     @every_precision
     @every_mesh
@@ -273,8 +231,7 @@ class TrainingTests(AdapterSuite):
     @on_every_rank
     def test_micro_batches_in_the_wrong_order_are_refused(self) -> None:
         """step() after zero and two of two micro-batches, then loss() without ``step_token_count``."""
-        recipe = Recipe(accumulation_steps=2, dtype=torch.float32)
-        trainer = Trainer(self.adapter, FOUR, "contiguous", recipe, self.framework_options)
+        trainer = self.trainer(Recipe(accumulation_steps=2, dtype=torch.float32), FOUR)
         ending(trainer.state.step).check(RuntimeError, "0 of 2")
         for tokens, labels in trainer.micro_batches(0):
             trainer.state.backward(trainer.loss(tokens, labels, 40))
@@ -283,27 +240,41 @@ class TrainingTests(AdapterSuite):
 
     @requires("mixed precision")
     @pytest.mark.parametrize("rings", matrix_but(TWO, of=(TWO, FOUR)), ids=str)
-    def test_bf16(self, world: World, rings: RingSpec) -> None:
+    @on_every_rank
+    def test_bf16(self, rings: RingSpec) -> None:
         """Forward and backward run in bf16. Parameters are fp32."""
         recipe = Recipe(dtype=torch.float32, optimizer="momentum", rate=0.02, steps=2)
         options = {**self.framework_options, "mixed_precision": torch.bfloat16}
-        wanted = train_alone(rings, "zigzag", recipe)
-        for states, seen in world.run(train_in_bf16, self.adapter, rings, recipe, options):
-            assert seen == {torch.bfloat16}
-            check_moves(states, wanted, 0.05, "bf16")
+        states, seen = train_in_bf16(self.adapter, rings, recipe, options)
+        assert seen == {torch.bfloat16}, seen
+        check_moves(states, train_alone(rings, "zigzag", recipe), 0.05, "bf16")
 
     @requires("mixed precision", "loss scaling")
     @pytest.mark.parametrize("rings", matrix_but(TWO, of=(TWO, FOUR)), ids=str)
-    def test_fp16(self, world: World, tmp_path: Path, rings: RingSpec) -> None:
-        """The loss is scaled. All ranks leave out a step with an infinite gradient on one of them."""
-        recipe = Recipe(dtype=torch.float32, optimizer="momentum", rate=0.02, steps=2)
-        options = {**self.framework_options, "mixed_precision": torch.float16}
-        wanted = train_alone(rings, "zigzag", recipe)
-        path = str(tmp_path / "checkpoint")
-        for states, resumed, counts in world.run(train_in_fp16, self.adapter, rings, recipe, path, options):
-            assert counts == (1, 0)
-            check_moves(states, wanted, 0.01, "fp16")
-            torch.testing.assert_close(states[-2:], resumed)
+    @on_every_rank
+    def test_fp16(self, tmp_path: Path, rings: RingSpec) -> None:
+        """The loss is scaled. All ranks leave out a first step, in which the loss of one rank is infinite."""
+        recipe, path = Recipe(dtype=torch.float32, optimizer="momentum", rate=0.02, steps=2), tmp_path / "checkpoint"
+        trainer = self.trainer(recipe, rings, "zigzag", mixed_precision=torch.float16)
+        ((tokens, labels),) = trainer.micro_batches(0)
+        loss = trainer.loss(tokens, labels, None)
+        trainer.state.backward(loss * (math.inf if dist.get_rank() == 1 else 1.0))
+        trainer.state.step()
+        assert trainer.state.skipped_steps == 1
+        states = [trainer.state.full_state_dict()]
+        for step in range(recipe.steps):
+            while trainer.state.step_count == step and trainer.state.skipped_steps < 20:  # the scale begins with 65,536
+                trainer.step(step)
+            states.append(trainer.state.full_state_dict())
+            if step == 0:
+                trainer.state.save(path)
+        check_moves(states, train_alone(rings, "zigzag", recipe), 0.01, "fp16")
+        resumed = self.trainer(replace(recipe, seed=99), rings, "zigzag", mixed_precision=torch.float16)
+        resumed.state.load(path)
+        loaded = resumed.state.full_state_dict()
+        resumed.step(recipe.steps - 1)
+        torch.testing.assert_close([loaded, resumed.state.full_state_dict()], states[-2:])
+        assert resumed.state.skipped_steps == 0
 
     @requires("mixed precision")
     @pytest.mark.parametrize(
@@ -313,11 +284,11 @@ class TrainingTests(AdapterSuite):
             pytest.param(False, id="coordinates"),
         ],
     )
-    def test_bf16_does_not_round_coordinates(self, pair: World, with_features: bool) -> None:
-        arguments, options = (look_up_places, self.adapter, TWO_OF_TWO, with_features), self.framework_options
-        by_rank = pair.run(*arguments, {**options, "mixed_precision": torch.bfloat16})
-        for states, wanted in zip(by_rank, pair.run(*arguments, options), strict=True):
-            check_moves(states, wanted, 0.05, "bf16")
+    @on_every_rank
+    def test_bf16_does_not_round_coordinates(self, with_features: bool) -> None:
+        options = [{**self.framework_options, "mixed_precision": dtype} for dtype in (torch.bfloat16, None)]
+        states, wanted = (look_up_places(self.adapter, TWO, with_features, more) for more in options)
+        check_moves(states, wanted, 0.05, "bf16")
 
     @requires("gradient accumulation", "evaluation within a step")
     @pytest.mark.parametrize("max_grad_norm", [pytest.param(None, marks=pytest.mark.core), 0.1])
@@ -325,10 +296,7 @@ class TrainingTests(AdapterSuite):
     def test_evaluations_change_nothing(self, max_grad_norm: float | None) -> None:
         """Evaluations precede and follow every backward."""
         recipe = Recipe(dtype=torch.float32, accumulation_steps=2, steps=2, max_grad_norm=max_grad_norm)
-        plain, evaluated = (
-            train_and_evaluate(Trainer(self.adapter, TWO, "contiguous", recipe, self.framework_options), evaluates)
-            for evaluates in (False, True)
-        )
+        plain, evaluated = (train_and_evaluate(self.trainer(recipe), evaluates) for evaluates in (False, True))
         torch.testing.assert_close(evaluated, plain, rtol=0, atol=0)
 
     @core

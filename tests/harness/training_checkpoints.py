@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import pickle
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ring_backends.errors import RingMismatchError
-from ring_backends.testing.capabilities import AdapterSuite, core, requires
+from ring_backends.testing.capabilities import core, requires
 from ring_backends.testing.failing_calls import ODD_RANK, ending
 from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.rings import FOUR, TWO, TWO_OF_TWO, RingSpec
-from ring_backends.testing.training_runs import Precision, Recipe, State, Trainer, every_precision
+from ring_backends.testing.training_runs import Precision, Recipe, State, Trainer, TrainingSuite, every_precision
 from ring_backends.testing.world import World, on_every_rank
 from ring_backends.training import checkpoint_files
 from ring_backends.training.checkpoint_files import MANIFEST
@@ -145,23 +143,8 @@ def damage(path: Path, file: Path, how: str) -> None:
     (path / file).write_bytes(content)
 
 
-@contextlib.contextmanager
-def working_directory(folder: Path) -> Iterator[None]:
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
-
-
-class CheckpointSuite(AdapterSuite):
-    def trainer(self, rings: RingSpec = TWO, recipe: Recipe = ADAM) -> Trainer:
-        return Trainer(self.adapter, rings, "contiguous", recipe, self.framework_options)
-
-
 @requires("training", "save and load")
-class TrainingCheckpointTests(CheckpointSuite):
+class TrainingCheckpointTests(TrainingSuite):
     @every_precision
     @pytest.mark.parametrize("rings", matrix_but(TWO, of=(FOUR, TWO)), ids=["1x4", "2x2"])
     @on_every_rank
@@ -177,7 +160,7 @@ class TrainingCheckpointTests(CheckpointSuite):
     @on_every_rank
     def test_loading_during_a_step_is_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "it"
-        trainer = self.trainer(FOUR, Recipe(dtype=torch.float32))
+        trainer = self.trainer(Recipe(dtype=torch.float32), FOUR)
         trainer.state.save(path)
         saved = trainer.state.full_state_dict()
         ((tokens, labels),) = trainer.micro_batches(0)
@@ -206,7 +189,7 @@ class TrainingCheckpointTests(CheckpointSuite):
         setting = numpy.float64(0.25) if kind == "number of NumPy" else object()
         if kind == "object on one rank" and dist.get_rank() != ODD_RANK:
             setting = 0.25
-        path, trainer = tmp_path / "checkpoint", self.trainer()
+        path, trainer = tmp_path / "checkpoint", self.trainer(ADAM)
         trainer.step(0)
         name = "lr" if kind == "number of NumPy" else "decay"
         for group in trainer.state.optimizer.param_groups:
@@ -218,32 +201,32 @@ class TrainingCheckpointTests(CheckpointSuite):
             assert not path.exists()
             return
         assert ended.error == "no error", ended
-        resumed = self.trainer()
+        resumed = self.trainer(ADAM)
         resumed.state.load(path)
         loaded = {(group["lr"], type(group["lr"])) for group in resumed.state.optimizer.param_groups}
         assert loaded == {(0.25, float)}, loaded
 
     @on_every_rank
     def test_the_state_of_another_optimizer_is_refused(self, tmp_path: Path) -> None:
-        path, trainer = str(tmp_path / "checkpoint"), self.trainer()
+        path, trainer = str(tmp_path / "checkpoint"), self.trainer(ADAM)
         trainer.step(0)
         trainer.state.save(path)
-        other = self.trainer(recipe=replace(ADAM, optimizer="momentum"))
+        other = self.trainer(replace(ADAM, optimizer="momentum"))
         ending(other.state.load, path).check(ValueError, f"path = '{path}'", "state of optimizer Adam", "returned SGD")
 
 
 @core
 @requires("training", "save and load")
-class CheckpointErrorTests(CheckpointSuite):
+class CheckpointErrorTests(TrainingSuite):
     @pytest.mark.parametrize("what", ["spoiled", "damaged"])
     @on_every_rank
     def test_changed_checkpoints_are_refused_and_run_no_code(self, tmp_path: Path, what: str) -> None:
         """Load changed copies of a checkpoint, then the checkpoint, in a run with other parameters."""
-        trainer = self.trainer()
+        trainer = self.trainer(ADAM)
         trainer.step(0)
         whole, copy, saved = tmp_path / "whole", tmp_path / "copy", trainer.state.full_state_dict()
         trainer.state.save(whole)
-        fresh = self.trainer(recipe=replace(ADAM, seed=7))
+        fresh = self.trainer(replace(ADAM, seed=7))
         files = [file.relative_to(whole) for file in files_of(whole)]
         for name, change in changes_of(files, what, str(tmp_path)).items():
             dist.barrier()
@@ -284,7 +267,7 @@ class CheckpointErrorTests(CheckpointSuite):
                 (path / "thesis").touch()
         dist.barrier()
         kind = stat.S_IFMT(path.stat().st_mode)
-        ended = ending(self.trainer().state.save, path)
+        ended = ending(self.trainer(ADAM).state.save, path)
         dist.barrier()
         assert ended.error in ("ValueError", "RuntimeError"), ended
         assert f"path = '{path}'" in ended.message, ended
@@ -294,27 +277,30 @@ class CheckpointErrorTests(CheckpointSuite):
     @on_every_rank
     def test_ranks_that_see_different_checkpoints_are_reported(self, tmp_path: Path) -> None:
         """One rank loads another path than the other ranks, and then the same relative path in another folder."""
-        trainer = self.trainer()
+        trainer = self.trainer(ADAM)
         for step, name in enumerate(("usual", "odd")):
             trainer.step(step)
             (tmp_path / name).mkdir(exist_ok=True)
             trainer.state.save(tmp_path / name / "checkpoint")
-        fresh = self.trainer(recipe=replace(ADAM, seed=7))
+        fresh = self.trainer(replace(ADAM, seed=7))
         here = tmp_path / ("odd" if dist.get_rank() == ODD_RANK else "usual")
         ending(fresh.state.load, here / "checkpoint").check(RingMismatchError, "odd/checkpoint")
-        with working_directory(here):
+        with pytest.MonkeyPatch.context() as process:
+            process.chdir(here)
             ending(fresh.state.load, "checkpoint").check(ValueError, "the ranks see different checkpoints there")
         assert fresh.state.step_count == 0
 
     @on_every_rank
     def test_ranks_that_save_to_different_places_are_reported(self, tmp_path: Path) -> None:
         """If only rank 0 writes, saving succeeds. Otherwise it fails, and the earlier checkpoint survives."""
-        trainer, there = self.trainer(recipe=Recipe(dtype=torch.float32)), tmp_path / str(min(1, dist.get_rank()))
+        trainer, there = self.trainer(Recipe(dtype=torch.float32)), tmp_path / str(min(1, dist.get_rank()))
         (tmp_path / "0").mkdir(exist_ok=True)
         trainer.state.save(tmp_path / "0" / "checkpoint")
         trainer.step(0)
         there.mkdir(exist_ok=True)
-        with working_directory(there), mock.patch.object(checkpoint_files, "_SEEN_WITHIN", 1.0):
+        with pytest.MonkeyPatch.context() as process:
+            process.chdir(there)
+            process.setattr(checkpoint_files, "_SEEN_WITHIN", 1.0)
             saved = ending(trainer.state.save, "checkpoint")
         trainer.state.load(tmp_path / "0" / "checkpoint")
         if saved.error != "no error":
@@ -323,6 +309,6 @@ class CheckpointErrorTests(CheckpointSuite):
 
     @on_every_rank
     def test_a_missing_checkpoint_is_an_error(self, tmp_path: Path) -> None:
-        ended = ending(self.trainer().state.load, tmp_path / "none")
+        ended = ending(self.trainer(ADAM).state.load, tmp_path / "none")
         ended.check(ValueError)
         ended.check(FileNotFoundError, str(tmp_path / "none"))

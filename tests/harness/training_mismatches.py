@@ -23,7 +23,7 @@ from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import A_MOMENT, AT_ONCE, ODD_RANK, SHORT, ending
 from ring_backends.testing.models import BlocksOfExperts, OneParameter, TwoLayers
 from ring_backends.testing.rings import TWO
-from ring_backends.testing.training_runs import Recipe, Trainer
+from ring_backends.testing.training_runs import Recipe, TrainingSuite
 from ring_backends.testing.unequal_ranks import needs_accumulation, rows_of, sgd
 from ring_backends.testing.world import on_every_rank
 
@@ -130,7 +130,7 @@ UNUSUAL: dict[str, tuple[str, Callable[[Any], None]]] = {
 
 
 @requires("training")
-class TrainingMismatchTests(AdapterSuite):
+class TrainingMismatchTests(TrainingSuite):
     @pytest.mark.parametrize("name", DIFFERENCES)
     @on_every_rank
     def test_ranks_that_train_differently_are_reported(self, name: str) -> None:
@@ -180,7 +180,7 @@ class TrainingMismatchTests(AdapterSuite):
     def test_a_usual_step_has_one_exchange(self, accumulation_steps: int) -> None:
         """Besides the exchanges of attention, once no configuration is new."""
         recipe = Recipe(dtype=torch.float32, rate=1e-3, accumulation_steps=accumulation_steps)
-        trainer, counts = Trainer(self.adapter, TWO, "contiguous", recipe, self.framework_options), []
+        trainer, counts = self.trainer(recipe), []
         for step in range(WARM_UP + 3):
             with (
                 mock.patch.object(collectives, "_all_gather", wraps=collectives._all_gather) as gathered,

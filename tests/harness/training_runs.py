@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import new_attention
+from ring_backends.testing.capabilities import AdapterSuite
 from ring_backends.testing.marks import MORE_CASES, matrix_but
 from ring_backends.testing.models import VOCABULARY, DenseAttention, make_model
 from ring_backends.testing.rings import FOUR, MESH_COLUMNS, ONE, TWO, RingSpec, backend, ring_here, rows_of_ranks
 from ring_backends.testing.strategies import AttentionCase
+from ring_backends.testing.world import World
 
 CASE = AttentionCase(seq_len=26, segment_lengths=(8, 26), dilation_rates=(1, 2), num_heads=3, num_kv_heads=3)
 
@@ -273,3 +275,19 @@ def check_ranks(
             assert all(torch.equal(tensor, first[name]) for name, tensor in state.items()), (
                 f"{what}: rank {rank} has other parameters than rank 0"
             )
+
+
+class TrainingSuite(AdapterSuite):
+    """Base of the suites that train by recipes."""
+
+    def trainer(
+        self, recipe: Recipe, rings: RingSpec = TWO, layout: LayoutKind = "contiguous", **options: Any
+    ) -> Trainer:
+        return Trainer(self.adapter, rings, layout, recipe, {**self.framework_options, **options})
+
+    def check_training(
+        self, world: World, rings: RingSpec, layout: LayoutKind, recipe: Recipe, tolerance: float
+    ) -> None:
+        """Train. Check that parameters change as in one process, and that all ranks have bitwise equal parameters."""
+        by_rank = world.run(train, self.adapter, rings, layout, recipe, self.framework_options)
+        check_ranks(by_rank, train_alone(rings, layout, recipe), tolerance, recipe)

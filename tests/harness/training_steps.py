@@ -22,18 +22,10 @@ from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import AT_ONCE, ODD_RANK, Ended, ending
 from ring_backends.testing.marks import MORE_CASES, matrix_but
 from ring_backends.testing.models import Normalized, OneParameter, TwoLayers, unit_sgd, weight_of
-from ring_backends.testing.rings import ONE_OF_TWO, TWO, TWO_OF_TWO, RingSpec, backend, new_ring, ring_here
+from ring_backends.testing.rings import ONE_OF_TWO, TWO, TWO_OF_TWO, backend, ring_here
 from ring_backends.testing.training_checkpoints import save_and_load
-from ring_backends.testing.training_runs import Recipe, State, check_ranks, train, train_alone
-from ring_backends.testing.unequal_ranks import (
-    NUM_RANKS,
-    Steps,
-    check_experts,
-    check_states,
-    rows_of,
-    sgd,
-    train_experts,
-)
+from ring_backends.testing.training_runs import Recipe, State, TrainingSuite
+from ring_backends.testing.unequal_ranks import NUM_RANKS, WIDTHS, Steps, check_experts, check_states, rows_of, sgd
 from ring_backends.testing.world import World, on_every_rank
 
 STEPS, COUNT = 3, 10
@@ -59,11 +51,9 @@ def _freeze_the_first(model: nn.Module, optimizer: torch.optim.Optimizer, step: 
 CHANGES: dict[str, Change] = {"nothing": _nothing, "cleared gradients": _clear_gradients, "frozen": _freeze_the_first}
 
 
-def train_two_layers(adapter: str, change: str, other_order: bool, options: Mapping[str, Any]) -> list[State]:
+def train_two_layers(suite: AdapterSuite, change: str = "nothing", other_order: bool = False) -> list[State]:
     """Train. Returns the state after each step. With ``other_order``, some ranks call the layers in another order."""
-    ring, rank = ring_here(adapter, TWO), dist.get_rank()
-    state = backend(adapter).parallelize(TwoLayers(), sgd, ring, **options)
-    states = []
+    state, rank, states = suite.parallelize(TwoLayers(), sgd), dist.get_rank(), []
     for step in range(STEPS):
         CHANGES[change](state.model, state.optimizer, step)
         out = state.model(rows_of(rank, step), rank % 2 if other_order else 0)
@@ -73,7 +63,7 @@ def train_two_layers(adapter: str, change: str, other_order: bool, options: Mapp
     return states
 
 
-def train_two_layers_alone(change: str) -> list[State]:
+def train_two_layers_alone(change: str = "nothing") -> list[State]:
     """The training of :func:`train_two_layers` in one process with plain torch."""
     model = TwoLayers()
     optimizer = sgd(model.parameters())
@@ -88,9 +78,9 @@ def train_two_layers_alone(change: str) -> list[State]:
     return states
 
 
-def freeze_later(adapter: str, options: Mapping[str, Any]) -> tuple[Ended, list[State]]:
+def freeze_later(suite: AdapterSuite) -> tuple[Ended, list[State]]:
     states: list[State] = []
-    return ending(lambda: states.extend(train_two_layers(adapter, "frozen", False, options))), states
+    return ending(lambda: states.extend(train_two_layers(suite, "frozen"))), states
 
 
 LOSSES: dict[str, tuple[type[Exception], str, Callable[[Tensor], Any]]] = {
@@ -100,47 +90,35 @@ LOSSES: dict[str, tuple[type[Exception], str, Callable[[Tensor], Any]]] = {
 }
 
 
-def raise_in_backward(adapter: str, options: Mapping[str, Any]) -> tuple[Ended, Ended, Ended]:
+def raise_in_backward(suite: AdapterSuite) -> tuple[Ended, Ended, Ended]:
     """One rank raises during backward. Then all ranks call step() and backward() again.
 
     The rank raises before the backward of attention. The other rank of its ring then waits for its hops. The ranks of
     the other ring continue to the reduction of gradients.
     """
-
-    def fail(grad: Tensor) -> None:
-        raise ZeroDivisionError("on purpose")
-
-    ring = new_ring(adapter, TWO)
-    state = backend(adapter).parallelize(TwoLayers(), sgd, ring, **options)
-    attention = backend(adapter).RingDilatedAttention([10], [1], ring=ring)
+    ring = suite.new_ring(TWO)
+    state = suite.parallelize(TwoLayers(), sgd, ring)
+    attention = backend(suite.adapter).RingDilatedAttention([10], [1], ring=ring)
     x = state.model(rows_of(dist.get_rank(), 0), 0).unflatten(2, (2, 2))
     out = attention(x, x, x)
     if dist.get_rank() == ODD_RANK:
-        out.register_hook(fail)
+        out.register_hook(lambda grad: 1 // 0)
     ended = ending(lambda: state.backward(state.loss(out.sum(), 1, 4)))
     return ended, ending(state.step), ending(lambda: state.backward(out.sum()))
 
 
-def die_in_backward(adapter: str, options: Mapping[str, Any]) -> None:
+def die_in_backward(suite: AdapterSuite) -> None:
     """A rank is killed in backward, so that the others wait for it, or lose it, in the reduction of gradients."""
-    state = backend(adapter).parallelize(TwoLayers(), sgd, new_ring(adapter, TWO), **options)
+    state = suite.parallelize(TwoLayers(), sgd, suite.new_ring(TWO))
     out = state.model(rows_of(dist.get_rank(), 0), 0)
     if dist.get_rank() == ODD_RANK:
         out.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
     state.backward(state.loss(out.sum(), 1, 4))
 
 
-def _of_another_parameter(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD([*parameters, nn.Parameter(torch.zeros(3))], lr=1.0)
-
-
-def _of_the_first(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD([next(iter(parameters))], lr=1.0)
-
-
 OPTIMIZERS: dict[str, tuple[type[Exception], str, Any]] = {
-    "another parameter": (ValueError, "1 parameters that the model does not have", _of_another_parameter),
-    "left out": (ValueError, "make_optimizer leaves out", _of_the_first),
+    "another parameter": (ValueError, "1 parameters that the model does not have", lambda x: sgd([*x, torch.zeros(3)])),
+    "left out": (ValueError, "make_optimizer leaves out", lambda parameters: sgd([next(iter(parameters))])),
     "none": (TypeError, "make_optimizer returned None", lambda parameters: None),
 }
 
@@ -160,27 +138,27 @@ def check_hooks(adapter: str, options: Mapping[str, Any]) -> None:
 
 @requires("training")
 class TrainingStepTests(AdapterSuite):
-    def test_gradients_may_be_computed_in_another_order(self, world: World) -> None:
-        arguments = train_two_layers, self.adapter, "nothing", True, self.framework_options
+    @on_every_rank
+    def test_gradients_may_be_computed_in_another_order(self) -> None:
         if "parameters of some ranks" in self.without:
-            for outcome in world.run_collect(*arguments):
-                outcome.check(RingMismatchError)
-            return
-        check_states(world.run(*arguments), train_two_layers_alone("nothing"))
+            ending(train_two_layers, self, other_order=True).check(RingMismatchError)
+        else:
+            check_states(train_two_layers(self, other_order=True), train_two_layers_alone())
 
-    def test_the_program_may_clear_gradients(self, world: World) -> None:
-        arguments = self.adapter, "cleared gradients", False, self.framework_options
-        check_states(world.run(train_two_layers, *arguments), train_two_layers_alone("cleared gradients"))
+    @on_every_rank
+    def test_the_program_may_clear_gradients(self) -> None:
+        check_states(train_two_layers(self, "cleared gradients"), train_two_layers_alone("cleared gradients"))
 
     @requires("frozen parameters")
     def test_parameters_frozen_later_are_refused_or_handled(self, world: World) -> None:
-        by_rank = world.run(freeze_later, self.adapter, self.framework_options)
+        by_rank = world.run(freeze_later, self)
         if by_rank[0][0].error == "no error":
-            check_states([states for _, states in by_rank], train_two_layers_alone("frozen"))
+            wanted = train_two_layers_alone("frozen")
+            for _, states in by_rank:
+                check_states(states, wanted)
             return
-        for ended, states in by_rank:
+        for ended, _ in by_rank:
             ended.check(RuntimeError, "requires_grad of ")
-            assert states == []
 
     @on_every_rank
     def test_parameters_that_are_added_later_are_refused(self) -> None:
@@ -201,9 +179,9 @@ class TrainingStepTests(AdapterSuite):
     def test_an_error_in_a_backward_is_reported(self) -> None:
         """This test uses its own world, because the error closes the connections of the framework's groups."""
         with World(4, preload=[self.adapter]) as ranks:
-            endings = ranks.run(raise_in_backward, self.adapter, self.framework_options)
+            endings = ranks.run(raise_in_backward, self)
         for rank, (ended, step, backward) in enumerate(endings):
-            ended.check(ZeroDivisionError if rank == ODD_RANK else RingPeerError, "on purpose", within=AT_ONCE)
+            ended.check(ZeroDivisionError if rank == ODD_RANK else RingPeerError, "division", within=AT_ONCE)
             for later in (step, backward):
                 later.check(RuntimeError, within=AT_ONCE)
             assert "backward() raised" in backward.message, backward
@@ -211,7 +189,7 @@ class TrainingStepTests(AdapterSuite):
     @requires("a lost rank")
     def test_a_rank_that_dies_in_a_backward_is_reported(self) -> None:
         with World(4, preload=[self.adapter]) as ranks:
-            outcomes = ranks.run_collect(die_in_backward, self.adapter, self.framework_options)
+            outcomes = ranks.run_collect(die_in_backward, self)
         assert outcomes.pop(ODD_RANK).status == "died"
         for outcome in outcomes:
             assert outcome.raised(RingPeerError), outcome
@@ -278,11 +256,7 @@ DIFFERENCES: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], None]]]
 
 
 @requires("training")
-class EarlyStepTests(AdapterSuite):
-    def check(self, world: World, rings: RingSpec, recipe: Recipe, tolerance: float) -> None:
-        by_rank = world.run(train, self.adapter, rings, "zigzag", recipe, self.framework_options)
-        check_ranks(by_rank, train_alone(rings, "zigzag", recipe), tolerance, recipe)
-
+class EarlyStepTests(TrainingSuite):
     @requires("gradient accumulation")
     @every_early_step
     @pytest.mark.parametrize(
@@ -292,7 +266,7 @@ class EarlyStepTests(AdapterSuite):
         self, pair: World, num_micro_batches: int, is_rescaled: bool
     ) -> None:
         recipe = replace(EARLY, micro_batches=(num_micro_batches,), is_rescaled=is_rescaled)
-        self.check(pair, TWO_OF_TWO, recipe, 1e-6)
+        self.check_training(pair, TWO_OF_TWO, "zigzag", recipe, 1e-6)
 
     @MORE_CASES
     @requires("gradient accumulation")
@@ -300,23 +274,24 @@ class EarlyStepTests(AdapterSuite):
     def test_full_steps_follow(self, pair: World, num_micro_batches: int) -> None:
         recipe = replace(EARLY, micro_batches=(num_micro_batches, 4, num_micro_batches, 4), steps=4)
         recipe = replace(recipe, optimizer="momentum", rate=0.02, is_rescaled=True)
-        self.check(pair, ONE_OF_TWO, recipe, 1e-4)
+        self.check_training(pair, ONE_OF_TWO, "zigzag", recipe, 1e-4)
 
     @MORE_CASES
     @requires("gradient accumulation", "gradient clipping")
     def test_the_gradient_is_rescaled_before_it_is_clipped(self, pair: World) -> None:
         for max_grad_norm in (0.01, 1e6):
             recipe = replace(EARLY, micro_batches=(1,), is_rescaled=True, max_grad_norm=max_grad_norm)
-            self.check(pair, TWO_OF_TWO, recipe, 1e-5)
+            self.check_training(pair, TWO_OF_TWO, "zigzag", recipe, 1e-5)
 
     @MORE_CASES
     @requires("gradient accumulation", "save and load")
-    def test_a_checkpoint_after_an_early_step(self, pair: World, tmp_path: Any) -> None:
+    @on_every_rank
+    def test_a_checkpoint_after_an_early_step(self, tmp_path: Any) -> None:
         """Two steps, of which the second is early, precede the checkpoint. Five steps follow it."""
         recipe = replace(EARLY, micro_batches=(4, 3, 3, 4, 4, 3, 4, 4), optimizer="momentum", rate=0.02)
-        arguments = self.adapter, TWO_OF_TWO, recipe, str(tmp_path / "run"), self.framework_options
-        for uninterrupted, resumed in pair.run(save_and_load, *arguments):
-            torch.testing.assert_close(resumed, uninterrupted, rtol=0, atol=0)
+        path, options = str(tmp_path / "run"), self.framework_options
+        uninterrupted, resumed = save_and_load(self.adapter, TWO, recipe, path, options)
+        torch.testing.assert_close(resumed, uninterrupted, rtol=0, atol=0)
 
     @MORE_CASES
     @requires("gradient accumulation", "parameters of some ranks")
@@ -325,9 +300,9 @@ class EarlyStepTests(AdapterSuite):
         [False, pytest.param(True, marks=pytest.mark.requires("evaluation within a step"))],
         ids=["", "evaluated"],
     )
-    def test_ranks_may_use_different_parameters_in_an_early_step(self, world: World, evaluate: bool) -> None:
-        arguments = self.adapter, (4, 4), EARLY_STEPS, self.framework_options
-        check_experts(world.run(train_experts, *arguments, evaluates=evaluate), (4, 4), EARLY_STEPS)
+    @on_every_rank
+    def test_ranks_may_use_different_parameters_in_an_early_step(self, evaluate: bool) -> None:
+        check_experts(self.adapter, WIDTHS, EARLY_STEPS, self.framework_options, evaluates=evaluate)
 
     @core
     @requires("gradient accumulation")

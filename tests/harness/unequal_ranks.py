@@ -109,16 +109,14 @@ def train_experts_alone(widths: tuple[int, ...], steps: Steps) -> list[State]:
 
 
 def check_experts(
-    by_rank: Sequence[Sequence[State]], widths: tuple[int, ...], steps: Steps, tolerance: float = 1e-5
+    adapter: str, widths: tuple[int, ...], steps: Steps, options: Mapping[str, Any], tolerance: float = 1e-5, **how: Any
 ) -> None:
-    """Check that every rank has the state of a single process after each step of :func:`train_experts`."""
-    check_states(by_rank, train_experts_alone(widths, steps), tolerance)
+    """Check on a rank that it has the state of a single process after each step of :func:`train_experts`."""
+    check_states(train_experts(adapter, widths, steps, options, **how), train_experts_alone(widths, steps), tolerance)
 
 
-def check_states(by_rank: Sequence[Sequence[State]], wanted: Sequence[State], tolerance: float = 1e-5) -> None:
-    """Check that every rank has these states."""
-    for states in by_rank:
-        torch.testing.assert_close(list(states), list(wanted), rtol=0, atol=tolerance)
+def check_states(states: Sequence[State], wanted: Sequence[State], tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(states, wanted, rtol=0, atol=tolerance)
 
 
 BAD_COUNTS: dict[str, tuple[type[Exception], str, Any]] = {
@@ -197,15 +195,14 @@ class UnequalRankTests(AdapterSuite):
     @pytest.mark.parametrize(
         "number", [pytest.param("one", marks=pytest.mark.core), pytest.param("two", marks=needs_accumulation)]
     )
-    def test_ranks_may_use_different_parameters(self, world: World, widths: tuple[int, ...], number: str) -> None:
+    @on_every_rank
+    def test_ranks_may_use_different_parameters(self, widths: tuple[int, ...], number: str) -> None:
         """The gradient includes all ranks. If a framework cannot provide that, every rank raises and no rank steps."""
-        steps = MICRO_BATCHES[number]
-        arguments = train_experts, self.adapter, widths, steps, self.framework_options
+        arguments = self.adapter, widths, MICRO_BATCHES[number], self.framework_options
         if "parameters of some ranks" in self.without:
-            for outcome in world.run_collect(*arguments):
-                outcome.check(RingMismatchError, "experts.0", "experts.1")
-            return
-        check_experts(world.run(*arguments), widths, steps)
+            ending(train_experts, *arguments).check(RingMismatchError, "experts.0", "experts.1")
+        else:
+            check_experts(*arguments)
 
     @on_every_rank
     def test_an_extra_backward_is_refused(self) -> None:
@@ -264,22 +261,21 @@ class UnequalRankTests(AdapterSuite):
 
 @requires("training")
 class UnusedParameterTests(AdapterSuite):
-    def check_windows(self, world: World, name: str, tolerance: float, *, clears: bool = False, **options: Any) -> None:
-        steps, options = WINDOWS[name], {**self.framework_options, **options}
-        by_rank = world.run(train_experts, self.adapter, WIDTHS, steps, options, clears=clears)
-        check_experts(by_rank, WIDTHS, steps, tolerance)
-
     @every_window
-    def test_no_rank_uses_a_parameter(self, world: World, name: str) -> None:
-        self.check_windows(world, name, 1e-5)
+    @on_every_rank
+    def test_no_rank_uses_a_parameter(self, name: str) -> None:
+        check_experts(self.adapter, WIDTHS, WINDOWS[name], self.framework_options)
 
     @MORE_CASES
     @requires("gradient accumulation")
-    def test_the_program_clears_gradients_after_early_steps(self, world: World) -> None:
-        self.check_windows(world, "early steps", 1e-5, clears=True)
+    @on_every_rank
+    def test_the_program_clears_gradients_after_early_steps(self) -> None:
+        check_experts(self.adapter, WIDTHS, WINDOWS["early steps"], self.framework_options, clears=True)
 
     @MORE_CASES
     @requires("mixed precision")
     @every_window
-    def test_no_rank_uses_a_parameter_in_mixed_precision(self, world: World, name: str) -> None:
-        self.check_windows(world, name, BF16, mixed_precision=torch.bfloat16)
+    @on_every_rank
+    def test_no_rank_uses_a_parameter_in_mixed_precision(self, name: str) -> None:
+        options = {**self.framework_options, "mixed_precision": torch.bfloat16}
+        check_experts(self.adapter, WIDTHS, WINDOWS[name], options, BF16)
