@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -141,9 +142,9 @@ def _outcome_of(rank: int, function: Callable[..., Any], *args: Any) -> bytes:
 
 
 def _call_by_reference(request: bytes) -> Any:
-    reference, arguments = pickle.loads(request)
+    (module_name, file, name), arguments = pickle.loads(request)
     # Import the function's module before unpickling arguments, because it may define their classes.
-    function = _dereference(*reference)
+    function = attrgetter(name)(_load_module(module_name, file))
     args, kwargs = pickle.loads(arguments)
     return function(*args, **kwargs)
 
@@ -161,13 +162,6 @@ def reference_to(function: Callable[..., Any]) -> tuple[str, str | None, str]:
             "at a module's top level; move it there, and pass the variables of its closure as arguments."
         )
     return module.__name__, getattr(module, "__file__", None), name
-
-
-def _dereference(module_name: str, file: str | None, qualified_name: str) -> Any:
-    found: Any = _load_module(module_name, file)
-    for part in qualified_name.split("."):
-        found = getattr(found, part)
-    return found
 
 
 def _load_module(name: str, file: str | None) -> types.ModuleType:

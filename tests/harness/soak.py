@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import itertools
 import os
 import random
 import statistics
@@ -92,30 +91,6 @@ class Alive:
         return cls(len(tensors), sum(x.untyped_storage().nbytes() for x in tensors), len(objects))
 
 
-@dataclass(frozen=True)
-class _Step:
-    """The random choices of a step. They are equal on all ranks."""
-
-    seq_len: int
-    batch: int
-    which: int
-    is_causal: bool
-    masked: bool
-    documents: bool
-
-    @classmethod
-    def draw(cls, alike: random.Random) -> _Step:
-        which = alike.randrange(len(PATTERNS) * len(LAYOUTS))
-        return cls(
-            seq_len=alike.randint(1, MAX_LEN),
-            batch=alike.randint(1, 3),
-            which=which,
-            is_causal=alike.random() < 0.5,
-            masked=alike.random() < 0.5,
-            documents=alike.random() < 0.3 and "padding" not in PATTERNS[which // len(LAYOUTS)],
-        )
-
-
 class _Model(nn.Module):
     """A block with several attention modules. Each step uses one of them."""
 
@@ -144,29 +119,28 @@ def train_long(
     ring = ring_of(adapter, rings)
     torch.manual_seed(0)
     model = _Model(adapter, ring)
-
     state = backend(adapter).parallelize(model, lambda x: torch.optim.SGD(x, lr=0.05), ring, **options)
-    alike, ring_generator = random.Random(0), torch.Generator().manual_seed(ring.data_rank)
-    # All quarters have the same steps, so that caches are full after the first quarter.
-    steps = [_Step.draw(alike) for _ in range(num_steps // 4)]
+    ring_generator, quarter = torch.Generator().manual_seed(ring.data_rank), num_steps // 4
     held, alive, losses = [], [], []
-    for step in itertools.islice(itertools.cycle(steps), num_steps):
-        ring = ring.with_layout(LAYOUTS[step.which % len(LAYOUTS)])
-        call: dict[str, Any] = {"is_causal": step.is_causal, "seq_len": step.seq_len}
-        tokens = torch.randint(_VOCABULARY, (step.batch, step.seq_len), generator=ring_generator)
-        if step.masked:
+    for step in range(num_steps):
+        # Equal on all ranks. All quarters have the same steps, so that caches are full after the first quarter.
+        alike = random.Random(step % quarter)
+        which, seq_len = alike.randrange(len(PATTERNS) * len(LAYOUTS)), alike.randint(1, MAX_LEN)
+        ring = ring.with_layout(LAYOUTS[which % len(LAYOUTS)])
+        call: dict[str, Any] = {"is_causal": alike.random() < 0.5, "seq_len": seq_len}
+        tokens = torch.randint(_VOCABULARY, (alike.randint(1, 3), seq_len), generator=ring_generator)
+        if alike.random() < 0.5:
             call["key_padding_mask"] = ring.shard(torch.rand(tokens.shape, generator=ring_generator) < 0.3)
-        if step.documents:
+        if alike.random() < 0.3 and "padding" not in PATTERNS[which // len(LAYOUTS)]:
             call["document_ids"] = ring.shard(torch.randint(-1, 3, tokens.shape, generator=ring_generator))
         tokens, labels = ring.shard(tokens), ring.shard(tokens.flip(1))
-        logits = state.model(tokens, ring.positions(step.seq_len), step.which, call)
+        logits = state.model(tokens, ring.positions(seq_len), which, call)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-        scaled = state.loss(loss, labels.numel())
-        state.backward(scaled)
+        state.backward(state.loss(loss, labels.numel()))
         state.step()
         held.append(Held.now())
         losses.append(float(loss.detach()))
-        if len(losses) % len(steps) == 0:
+        if (step + 1) % quarter == 0:
             alive.append(Alive.now())
     return held, alive, losses, state.full_state_dict()
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -39,28 +39,24 @@ T = TypeVar("T")
 class Exchange:
     """Shared by the threads of a ring: a queue per (source, destination, tag), and an event that closes the ring."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self) -> None:
         self.store = HashStore()
         self.closed = threading.Event()
         self._queues: defaultdict[tuple[int, int, object], queue.Queue[Tensor]] = defaultdict(queue.Queue)
         self._lock = threading.Lock()
 
-    def put(self, source: int, destination: int, tag: object, tensor: Tensor) -> None:
-        self._queue(source, destination, tag).put(tensor.clone())
-
     def get(self, source: int, destination: int, tag: object, timeout: timedelta) -> Tensor:
         end = time.monotonic() + timeout.total_seconds()
         while not self.closed.is_set() and time.monotonic() < end:
             try:
-                return self._queue(source, destination, tag).get(timeout=0.02)
+                return self.queue(source, destination, tag).get(timeout=0.02)
             except queue.Empty:
                 continue
         raise TimeoutError(
             f"nothing arrived from rank {source}; " + ("the ring is closed" if self.closed.is_set() else "timed out")
         )
 
-    def _queue(self, source: int, destination: int, tag: object) -> queue.Queue[Tensor]:
+    def queue(self, source: int, destination: int, tag: object) -> queue.Queue[Tensor]:
         with self._lock:
             return self._queues[source, destination, tag]
 
@@ -69,24 +65,11 @@ class Exchange:
 class ThreadRing(Ring):
     """A ring whose ranks are threads."""
 
-    queues: Exchange = field(default_factory=lambda: Exchange(1))
-
-    @classmethod
-    def of(cls, exchange: Exchange, rank: int, layout: LayoutKind, timeout: timedelta) -> ThreadRing:
-        agreement = Agreement(exchange.store, rank, exchange.size, timeout, exchange.closed.set)
-        return cls(
-            size=exchange.size,
-            rank=rank,
-            ranks=tuple(range(exchange.size)),
-            layout_kind=layout,
-            agreement=agreement if exchange.size > 1 else None,
-            timeout=timeout,
-            queues=exchange,
-        )
+    queues: Exchange = field(default_factory=Exchange)
 
     def post(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
         for destination, buffer in outgoing.items():
-            self.queues.put(self.rank, destination, tag, buffer)
+            self.queues.queue(self.rank, destination, tag).put(buffer.clone())
         return _HandOver(self.queues, self.rank, incoming, tag)
 
 
@@ -129,10 +112,15 @@ def run_in_threads(
     Raises:
         AssertionError: a rank raised. The message has the traceback of every rank, and the first error is the cause.
     """
-    exchange = Exchange(size)
+    exchange = Exchange()
+    shared: dict[str, Any] = {"ranks": tuple(range(size)), "layout_kind": layout, "timeout": timeout}
+
+    def ring_of(rank: int) -> ThreadRing:
+        agreement = Agreement(exchange.store, rank, size, timeout, exchange.closed.set) if size > 1 else None
+        return ThreadRing(size, rank, agreement=agreement, queues=exchange, **shared)
+
     with ThreadPoolExecutor(size) as pool:
-        rings = [ThreadRing.of(exchange, rank, layout, timeout) for rank in range(size)]
-        futures = [pool.submit(function, ring) for ring in rings]
+        futures = [pool.submit(function, ring_of(rank)) for rank in range(size)]
         for future in futures:
             future.add_done_callback(lambda done: exchange.closed.set() if done.exception() else None)
         errors = {rank: future.exception() for rank, future in enumerate(futures)}

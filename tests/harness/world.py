@@ -116,7 +116,7 @@ class World:
                 have ``grace`` seconds left.
             ValueError: ``function`` cannot be found by its name, or a rank is not in the world.
         """
-        outcomes = self._call(function, args, kwargs, ranks, timeout, self.grace)
+        outcomes = self.run_collect(function, *args, ranks=ranks, timeout=timeout, grace=self.grace, **kwargs)
         if any(outcome.status not in ("returned", "not asked") for outcome in outcomes):
             raise RanksFailedError(f"{function.__module__}.{function.__qualname__}", outcomes)
         return [outcome.value for outcome in outcomes]
@@ -128,14 +128,33 @@ class World:
         ranks: Ranks = None,
         silent: Iterable[int] = (),
         timeout: float | None = None,
+        grace: float | None = None,
         **kwargs: Any,
     ) -> list[Outcome]:
         """Like :meth:`run`, for calls that should fail. Returns one :class:`Outcome` per rank and raises no error.
 
-        Every rank has the whole ``timeout``, even if other ranks fail. The world does not wait for the ``silent`` ranks
-        after all other ranks have answered.
+        Every rank has the whole ``timeout``, even if other ranks fail, unless ``grace`` limits it. The world does not
+        wait for the ``silent`` ranks after all other ranks have answered.
         """
-        return self._call(function, args, kwargs, ranks, timeout, None, frozenset(silent))
+        request = pickle.dumps((reference_to(function), pickle.dumps((args, kwargs))))
+        asked = sorted(range(self.size) if ranks is None else set(ranks))
+        if not set(asked) <= set(range(self.size)):
+            raise ValueError(f"ranks = {asked}: the ranks of this world are 0 to {self.size - 1}.")
+        lost = [rank for rank, process in enumerate(self._processes) if not process.is_alive()]
+        if lost:
+            how = ", ".join(f"rank {rank} {_how_it_ended(self._processes[rank])}" for rank in lost)
+            warnings.warn(f"after the last call {how}; starting new ranks", RuntimeWarning, stacklevel=3)
+            self._abandon()
+        try:
+            if not self._processes:
+                self._start()
+            for rank in asked:
+                with contextlib.suppress(BrokenPipeError):  # the rank has just died; _wait_for() reports it
+                    self._connections[rank].send_bytes(request)
+            return self._wait_for(asked, self.call_timeout if timeout is None else timeout, grace, frozenset(silent))
+        except BaseException:  # such as Ctrl-C: late answers would be taken for those of the next call
+            self._abandon()
+            raise
 
     def close(self) -> None:
         """Ask the ranks to exit, and kill those that do not. The next call starts new ranks."""
@@ -153,36 +172,6 @@ class World:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _call(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        ranks: Ranks,
-        timeout: float | None,
-        grace: float | None,
-        silent: frozenset[int] = frozenset(),
-    ) -> list[Outcome]:
-        request = pickle.dumps((reference_to(function), pickle.dumps((args, kwargs))))
-        asked = sorted(range(self.size) if ranks is None else set(ranks))
-        if not set(asked) <= set(range(self.size)):
-            raise ValueError(f"ranks = {asked}: the ranks of this world are 0 to {self.size - 1}.")
-        lost = [rank for rank, process in enumerate(self._processes) if not process.is_alive()]
-        if lost:
-            how = ", ".join(f"rank {rank} {_how_it_ended(self._processes[rank])}" for rank in lost)
-            warnings.warn(f"after the last call {how}; starting new ranks", RuntimeWarning, stacklevel=3)
-            self._abandon()
-        try:
-            if not self._processes:
-                self._start()
-            for rank in asked:
-                with contextlib.suppress(BrokenPipeError):  # the rank has just died; _wait_for() reports it
-                    self._connections[rank].send_bytes(request)
-            return self._wait_for(asked, self.call_timeout if timeout is None else timeout, grace, silent)
-        except BaseException:  # such as Ctrl-C: late answers would be taken for those of the next call
-            self._abandon()
-            raise
-
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn") if self.environment else process_context(self.preload)
         # This process hosts the store, so that it survives the loss of any rank.
@@ -198,12 +187,12 @@ class World:
             theirs.close()  # otherwise the pipe would stay open after the rank ends
             self._processes.append(process)
             self._connections.append(ours)
-        outcomes = self._wait_for(list(range(self.size)), self.start_timeout, self.grace)
+        outcomes = self._wait_for(range(self.size), self.start_timeout, self.grace)
         if any(outcome.status != "returned" for outcome in outcomes):
             raise RanksFailedError(f"starting a world of {self.size}", outcomes)
 
     def _wait_for(
-        self, asked: list[int], timeout: float, grace: float | None, silent: frozenset[int] = frozenset()
+        self, asked: Iterable[int], timeout: float, grace: float | None, silent: frozenset[int] = frozenset()
     ) -> list[Outcome]:
         """Wait for one outcome per rank. If a rank died or did not answer, kill all ranks."""
         outcomes = {r: Outcome(r, "not asked") for r in range(self.size) if r not in asked}
