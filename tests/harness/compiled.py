@@ -87,6 +87,7 @@ class Blocks(nn.Module):
 
 
 def compiled_in(call: LocalCall, backend: Any = "aot_eager") -> LocalCall:
+    torch.compiler.reset()
     return replace(call, attention=torch.compile(call.attention, fullgraph=True, backend=backend))
 
 
@@ -141,7 +142,6 @@ class CompileTests(AdapterSuite):
     @pytest.mark.parametrize("rings", matrix_but(FOUR, of=(FOUR, ONE)), ids=str)
     @on_every_rank
     def test_a_compiled_call_is_one_graph(self, rings: RingSpec, layout: LayoutKind, name: str) -> None:
-        torch.compiler.reset()
         case, ring, graphs = CASES[name], self.ring(rings, layout), Graphs()
         compiled_in(local_call(self.adapter, ring, case), graphs.backend).check()
         prefix = "attend" if rings.size == 1 and not case.dropout_p else "ring"
@@ -192,7 +192,6 @@ class CompileTests(AdapterSuite):
     @core
     @on_every_rank
     def test_a_backward_under_autocast_keeps_the_dtype_of_the_forward(self) -> None:
-        torch.compiler.reset()
         call = self.call(_SHORT)
         out, lse = compiled_in(call)(return_lse=True)
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -220,7 +219,6 @@ class CompileTests(AdapterSuite):
     @MORE_CASES
     @on_every_rank
     def test_a_compiled_call_without_gradients(self) -> None:
-        torch.compiler.reset()
         call, graphs = self.call(CASES["causal"], gradients=False), Graphs()
         torch.testing.assert_close(compiled_in(call, graphs.backend)(), call(), rtol=0, atol=1e-12)
         assert graphs.operators() == [{"ring_forward": 1}], graphs.operators()

@@ -212,18 +212,13 @@ def weight_of(state: Any) -> float:
 
 def make_model(kind: str, make_attention: MakeAttention, dtype: torch.dtype, seed: int) -> nn.Module:
     """Construct a model of this kind. Equal seeds give equal parameters, rounded to ``dtype``."""
-    makers: dict[str, Callable[[], nn.Module]] = {
-        "blocks": lambda: LanguageModel(make_attention),
-        "tied": lambda: LanguageModel(make_attention, tied=True),
-        "frozen": lambda: LanguageModel(make_attention),
-        "odd": lambda: OddModel(make_attention),
-    }
-    model = makers[kind]()
+    assert kind in ("blocks", "tied", "frozen", "odd"), kind
+    tied = kind == "tied"
+    model = OddModel(make_attention) if kind == "odd" else LanguageModel(make_attention, tied=tied)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         numbers = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.data = (numbers / 2).to(dtype)
     if kind == "frozen":
-        frozen: Any = model.get_submodule("places")
-        frozen.weight.requires_grad_(False)
+        model.get_parameter("places.weight").requires_grad_(False)
     return model.to(dtype)

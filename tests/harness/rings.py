@@ -27,6 +27,8 @@ from ring_backends.testing.marks import MORE_CASES
 
 T = TypeVar("T")
 
+_CAPABILITIES = {"group": "rings over chosen ranks", "mesh axis": "device mesh axis", "hosts": "rings by topology"}
+
 
 @dataclass(frozen=True)
 class RingSpec:
@@ -54,13 +56,9 @@ class RingSpec:
     @property
     def capability(self) -> str | None:
         """The capability that these rings need, or None."""
-        if self.how == "group":
-            return "rings over chosen ranks"
-        if self.how == "mesh axis":
-            return "device mesh axis"
-        if self.how == "hosts":
-            return "rings by topology"
-        return "several rings per world" if len(self.rings) > 1 else None
+        if self.how == "size":
+            return "several rings per world" if len(self.rings) > 1 else None
+        return _CAPABILITIES[self.how]
 
     def place(self, global_rank: int) -> tuple[int, int] | None:
         """(index of the ring, ring rank) of a global rank; None for a rank without a ring."""
