@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from ring_backends.activation_checkpointing import remember_attention
 from ring_backends.multihead import RingDilatedMultiheadAttention
-from ring_backends.testing.calls import local_call
 from ring_backends.testing.models import OneParameter, unit_sgd
-from ring_backends.testing.rings import FOUR, TWO, RingSpec, ring_of
+from ring_backends.testing.rings import TWO, RingSpec, ring_of
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.training_runs import IGNORED, Recipe, State, check_ranks, loss_sum, train, train_alone
 from ring_backends.testing.world import World
@@ -102,7 +98,9 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1024.0)
 
 
-def one_step(state: Any, ring: Any) -> list[State]:
+def one_step(model: nn.Module, ring: Any, stage: int) -> list[State]:
+    """The states before and after a step of a :class:`SmallModel` on a ring."""
+    state = backend.parallelize(model, sgd, ring, **zero(stage))
     states = [state.full_state_dict()]
     tokens, labels = (ring.shard(x) for x in a_batch())
     state.backward(state.loss(loss_sum(state.model(tokens, 32), labels), (labels >= 0).sum()))
@@ -128,39 +126,3 @@ def a_batch() -> tuple[Tensor, Tensor]:
     labels[:, 24:] = IGNORED
     labels[torch.rand(labels.shape, generator=generator) < 0.3] = IGNORED
     return tokens, labels
-
-
-class Checkpointed(nn.Module):
-    """A layer with activation checkpointing."""
-
-    def __init__(self, layer: nn.Module, how: str) -> None:
-        super().__init__()
-        self.layer = layer
-        self.how = how
-
-    def forward(self, x: Tensor, **options: Any) -> Any:
-        if self.how == "deepspeed":
-            from deepspeed import checkpointing
-
-            return checkpointing.checkpoint(partial(self.layer, **options), x)
-        return checkpoint(partial(self.layer, **options), x, use_reentrant=self.how == "reentrant")
-
-
-def count_checkpointed(how: str) -> tuple[list[Tensor], int, int]:
-    """Two checkpointed calls of attention: gradients, messages of the forward, and messages of forward and backward."""
-    from deepspeed import checkpointing
-    from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
-
-    ring = ring_of(ADAPTER, FOUR)
-    call = local_call(ADAPTER, ring, HOPS)
-    run = non_reentrant_checkpoint if "non-reentrant" in how else checkpointing.checkpoint
-    ring.traffic.reset()
-    out = call.query
-    for _ in range(2):
-        region: Any = partial(call.attention, **call.options)
-        if "remembered" in how:
-            region = remember_attention(region)
-        out = region(out, call.key, call.value) if how == "plain" else run(region, out, call.key, call.value)
-    forward = ring.traffic.messages
-    out.backward(call.grad_out)
-    return [x.grad for x in call.inputs], forward, ring.traffic.messages  # type: ignore[misc]
