@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ring_backends.testing.strategies import AttentionCase
-from ring_backends.testing.training_runs import Recipe, State, train
+from ring_backends.testing.training_runs import Recipe
 
 ADAPTER = "ring_backends.adapters.fairscale"
 
@@ -24,8 +24,3 @@ class GroupedRecipe(Recipe):
             (matrices if parameter.ndim > 1 else vectors).append(parameter)
         groups = [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "lr": 3 * self.rate}]
         return torch.optim.SGD(groups, lr=self.rate, momentum=0.5, nesterov=True)
-
-
-def train_here(*args: Any) -> list[State]:
-    """Call the harness's ``train``. The ranks import this module, which their arguments need."""
-    return train(*args)

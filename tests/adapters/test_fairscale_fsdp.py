@@ -21,16 +21,7 @@ from ring_backends.testing.capabilities import AdapterSuite
 from ring_backends.testing.failing_calls import ending
 from ring_backends.testing.marks import needs_gpu
 from ring_backends.testing.rings import RingSpec
-from ring_backends.testing.training_runs import (
-    CASE,
-    IGNORED,
-    Recipe,
-    State,
-    Trainer,
-    check_ranks,
-    loss_sum,
-    train_alone,
-)
+from ring_backends.testing.training_runs import CASE, Recipe, State, Trainer, check_ranks, loss_sum, train_alone
 from ring_backends.testing.world import World, on_every_rank
 
 
@@ -52,7 +43,7 @@ def train_fully_sharded(path: str, rings: RingSpec, recipe: Recipe) -> tuple[lis
 def step_on_gpu(trainer: Trainer, step: int) -> State:
     micro_batches = [(tokens.cuda(), labels.cuda()) for tokens, labels in trainer.micro_batches(step)]
     positions = trainer.ring.positions(CASE.seq_len).cuda()
-    count = trainer.state.global_count(sum(int((labels != IGNORED).sum()) for _, labels in micro_batches))
+    count = trainer._count(micro_batches)
     for tokens, labels in micro_batches:
         logits = trainer.state.model(tokens, positions, CASE.seq_len)
         trainer.state.backward(trainer.state.loss(loss_sum(logits, labels), 0, step_token_count=count))
