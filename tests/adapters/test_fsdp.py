@@ -14,11 +14,7 @@ import torch
 import torch.distributed as dist
 from command_line import check_alone
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as checkpointing
 
 from ring_backends.activation_checkpointing import keep_attention
 from ring_backends.errors import RingMismatchError
@@ -87,10 +83,8 @@ def test_no_rank_uses_a_parameter_in_mixed_precision_of_hsdp(world: World, name:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ranks_that_call_different_blocks_are_reported(world: World, strategy: str) -> None:
     """Each expert is a block, which FSDP gathers when it is called."""
-    options = {"strategy": strategy}
-    for outcome in world.run_collect(
-        train_experts, ADAPTER, (8, 10), MICRO_BATCHES["one"], options, make_model=Experts
-    ):
+    arguments = train_experts, ADAPTER, (8, 10), MICRO_BATCHES["one"], {"strategy": strategy}
+    for outcome in world.run_collect(*arguments, make_model=Experts):
         outcome.check(RingMismatchError, "experts.0", "experts.1", "leave them out of blocks=")
 
 
@@ -128,18 +122,16 @@ def test_a_compiled_block_is_one_graph(world: World, strategy: str) -> None:
 
 
 def train_checkpointed(recipe: Recipe, strategy: str, how: str) -> list[State]:
-    implementation = CheckpointImpl.REENTRANT if how == "reentrant" else CheckpointImpl.NO_REENTRANT
+    implementation = checkpointing.CheckpointImpl["REENTRANT" if how == "reentrant" else "NO_REENTRANT"]
     options = {"context_fn": keep_attention} if how == "kept" else {}
+    wrap = partial(checkpointing.checkpoint_wrapper, checkpoint_impl=implementation, **options)
 
     def checkpointed(model: nn.Module) -> nn.Module:
-        apply_activation_checkpointing(
-            model,
-            checkpoint_wrapper_fn=partial(checkpoint_wrapper, checkpoint_impl=implementation, **options),
-            check_fn=lambda module: isinstance(module, Block),
-        )
+        checkpointing.apply_activation_checkpointing(model, wrap, lambda module: isinstance(module, Block))
         return model
 
-    return train(ADAPTER, TWO, "zigzag", recipe, {"strategy": strategy}, checkpointed)
+    states = train(ADAPTER, TWO, "zigzag", recipe, {"strategy": strategy}, checkpointed)
+    return [{name.replace("_checkpoint_wrapped_module.", ""): x for name, x in state.items()} for state in states]
 
 
 @pytest.mark.parametrize("strategy", matrix_but("fsdp2", of=STRATEGIES))
@@ -147,11 +139,7 @@ def train_checkpointed(recipe: Recipe, strategy: str, how: str) -> list[State]:
 def test_activation_checkpointing(world: World, strategy: str, how: str) -> None:
     recipe = Recipe(dtype=torch.float32)
     by_rank = world.run(train_checkpointed, recipe, strategy, how)
-    check_ranks([[rename(state) for state in states] for states in by_rank], train_alone(TWO, "zigzag", recipe), 1e-6)
-
-
-def rename(state: State) -> State:
-    return {name.replace("_checkpoint_wrapped_module.", ""): tensor for name, tensor in state.items()}
+    check_ranks(by_rank, train_alone(TWO, "zigzag", recipe), 1e-6)
 
 
 @on_every_rank
