@@ -24,22 +24,16 @@ class Scalar(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
 
 
-BAD_CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "stage 4": ("zero_stage = 4", {"zero_stage": 4}),
-    "a stage that is no number": ("zero_stage = 'two'", {"zero_stage": "two"}),
-    "two stages": ("stage = 2 and zero_stage = 3", {"zero_stage": 3, "config": {"zero_optimization": {"stage": 2}}}),
-    "two norms": ("gradient_clipping = 1.0 and max_grad_norm = None", {"config": {"gradient_clipping": 1.0}}),
-    "two accumulations": (
-        "gradient_accumulation_steps = 4 and accumulation_steps = 1",
-        {"config": {"gradient_accumulation_steps": 4}},
-    ),
-    "an optimizer": ("optimizer = {'type': 'AdamW'}", {"config": {"optimizer": {"type": "AdamW"}}}),
-    "a batch size": ("train_batch_size = 8", {"config": {"train_batch_size": 8}}),
-    "fp16": ("fp16 = {'enabled': True}", {"config": {"fp16": {"enabled": True}}}),
-    "bf16 twice": (
-        "bf16 = {'enabled': True}",
-        {"mixed_precision": torch.bfloat16, "config": {"bf16": {"enabled": True}}},
-    ),
+BAD_CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "zero_stage = 4": {"zero_stage": 4},
+    "zero_stage = 'two'": {"zero_stage": "two"},
+    "stage = 2 and zero_stage = 3": {"zero_stage": 3, "config": {"zero_optimization": {"stage": 2}}},
+    "gradient_clipping = 1.0 and max_grad_norm = None": {"config": {"gradient_clipping": 1.0}},
+    "gradient_accumulation_steps = 4 and accumulation_steps = 1": {"config": {"gradient_accumulation_steps": 4}},
+    "optimizer = {'type': 'AdamW'}": {"config": {"optimizer": {"type": "AdamW"}}},
+    "train_batch_size = 8": {"config": {"train_batch_size": 8}},
+    "fp16 = {'enabled': True}": {"config": {"fp16": {"enabled": True}}},
+    "bf16 = {'enabled': True}": {"mixed_precision": torch.bfloat16, "config": {"bf16": {"enabled": True}}},
 }
 
 
@@ -52,11 +46,10 @@ BAD_MODELS: dict[str, tuple[tuple[str, ...], nn.Module, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_CONFIGURATIONS)
+@pytest.mark.parametrize("message", BAD_CONFIGURATIONS)
 @on_every_rank
-def test_contradictions_are_refused_by_name(name: str) -> None:
-    message, options = BAD_CONFIGURATIONS[name]
-    ending(parallelize_here, options).check(ValueError, message)
+def test_contradictions_are_refused_by_name(message: str) -> None:
+    ending(parallelize_here, BAD_CONFIGURATIONS[message]).check(ValueError, message)
 
 
 @on_every_rank
@@ -93,16 +86,3 @@ def test_setups_in_which_replicas_drift_are_refused(stage: int, mesh: dict[str, 
     config = options["config"] | mesh.get("config", {})
     ending(parallelize_here, {**options, **mesh, "config": config}).check(RuntimeError, "drift", "mesh_param")
     torch.testing.assert_close(parallelize_here(options).divisor, 4.0)
-
-
-@on_every_rank
-def test_too_many_backwards_in_a_step_are_refused() -> None:
-    state = parallelize_here(zero(1))
-
-    def backward() -> None:
-        state.backward(state.model(torch.ones(1)).sum())
-
-    backward()
-    ending(backward).check(RuntimeError, "accumulation_steps")
-    state.step()
-    backward()
