@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -103,9 +104,9 @@ class Cuda:
             running.streams.pop()
 
 
-@contextlib.contextmanager
-def simulated_cuda() -> Iterator[Cuda]:
-    """Replace CUDA and its streams by the simulated ones."""
+@pytest.fixture(autouse=True)
+def cuda() -> Iterator[Cuda]:
+    """Replace CUDA and its streams by the simulated ones, in the tests of a module that imports this."""
     fake = Cuda()
     with (
         mock.patch.object(transfer, "stream_device", return_value=DEVICE),
@@ -198,19 +199,14 @@ class SimulatedRing(Ring):
 
     communicator: Communicator = None
     aborted: threading.Event = None
-    num_aborts: list[int] = None
+    abort: mock.Mock = None
     works: list[Work] = field(default_factory=list)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     @classmethod
     def of(cls, communicator: Communicator, rank: int, seconds: float) -> SimulatedRing:
-        aborted, num_aborts = threading.Event(), [0]
-
-        def abort() -> None:
-            num_aborts[0] += 1
-            aborted.set()
-
-        size = communicator.size
+        aborted, size = threading.Event(), communicator.size
+        abort = mock.Mock(side_effect=aborted.set)
         agreement = Agreement(communicator.store, rank, size, timedelta(seconds=seconds), abort)
         return cls(
             size=size,
@@ -220,7 +216,7 @@ class SimulatedRing(Ring):
             timeout=agreement.timeout,
             communicator=communicator,
             aborted=aborted,
-            num_aborts=num_aborts,
+            abort=abort,
         )
 
     def post(self, outgoing: Any, incoming: Any, tag: int) -> Transfer:

@@ -9,31 +9,16 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest import mock
 
+import nccl_cases as cases
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_cases import (
-    DEVICE,
-    SEQ_LEN,
-    Communicator,
-    Cuda,
-    SimulatedRing,
-    Stream,
-    attended,
-    attention,
-    begin,
-    copy_to_host,
-    hop_from,
-    local_inputs,
-    run,
-    simulated_cuda,
-)
+from nccl_cases import DEVICE, Cuda, SimulatedRing, attended, attention, begin, cuda, hop_from, local_inputs, run
 from torch import Tensor
 
 from ring_backends.attention import dilated_attention
@@ -51,11 +36,7 @@ from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.marks import MORE_CASES
 from ring_backends.training.state import TrainingState
 
-
-@pytest.fixture(autouse=True)
-def cuda() -> Iterator[Cuda]:
-    with simulated_cuda() as fake:
-        yield fake
+__all__ = ["cuda"]
 
 
 def test_attention_over_streams_is_exact_and_its_headers_agree() -> None:
@@ -64,12 +45,12 @@ def test_attention_over_streams_is_exact_and_its_headers_agree() -> None:
         out = attention(ring)(*inputs, is_causal=True)
         grads = torch.autograd.grad(out.sum(), inputs)
         ring.synchronize()
-        assert not ring.num_aborts[0]
+        ring.abort.assert_not_called()
         return [out.detach(), *grads]
 
     results = run(4, call, seconds=60, blocks=True)
     whole = local_inputs(mock.Mock(spec=Ring, shard=lambda x: x))
-    expected = dilated_attention(*whole, [SEQ_LEN], [1], is_causal=True, kernel="math")
+    expected = dilated_attention(*whole, [cases.SEQ_LEN], [1], is_causal=True, kernel="math")
     for index, want in enumerate([expected, *torch.autograd.grad(expected.sum(), whole)]):
         torch.testing.assert_close(torch.cat([result[index] for result in results], 1), want, rtol=0, atol=1e-10)
 
@@ -136,12 +117,12 @@ def test_a_mismatch_is_named_if_the_peer_reports_nothing() -> None:
 
 def test_memory_of_a_hop_that_nobody_waits_for_is_not_reused() -> None:
     """A tile raises while a hop is posted: a stream that waits for the hop is recorded on all its buffers."""
-    recorded: list[tuple[Tensor, Stream]] = []
+    recorded: list[tuple[Tensor, Any]] = []
 
     def call(ring: SimulatedRing) -> Any:
         return ending(lambda: attention(ring)(*local_inputs(ring)))
 
-    def record_stream(buffer: Tensor, stream: Stream) -> None:
+    def record_stream(buffer: Tensor, stream: Any) -> None:
         recorded.append((buffer, stream))
 
     # The ranks are threads, so they share the patches.
@@ -175,7 +156,7 @@ def test_a_header_on_the_host_is_never_zero() -> None:
     """Whatever was received. Until a header has arrived, it is zero."""
     headers = Headers.of(5, [1, 2], DEVICE)
     headers.numbers[1:] = torch.tensor([headers.value, 0])
-    arrived = copy_to_host(headers.numbers)
+    arrived = cases.copy_to_host(headers.numbers)
     assert all(arrived.tolist())
     assert headers.difference(arrived.tolist()) == (
         "rank 2 sent no header, but bytes of another message; expected was hop 5 of the call with hash 0x0000"
@@ -207,7 +188,7 @@ def test_finished_hops_are_freed_by_the_thread_of_the_ring() -> None:
 def test_headers_reach_the_host_whatever_the_default_device_is() -> None:
     numbers = torch.ones(2, dtype=torch.int64)
     with torch.device("meta"):
-        assert copy_to_host(numbers).device.type == "cpu"
+        assert cases.copy_to_host(numbers).device.type == "cpu"
 
 
 def test_a_peer_that_never_comes() -> None:
@@ -218,7 +199,7 @@ def test_a_peer_that_never_comes() -> None:
         if ring.rank == 1:
             return None
         first = ending(lambda: (attend(*inputs), ring.synchronize()))
-        return first, ending(attend, *inputs), ending(ring.synchronize), ring.num_aborts[0]
+        return first, ending(attend, *inputs), ending(ring.synchronize), ring.abort.call_count
 
     results = run(4, call)
     for rank in (0, 2, 3):
@@ -388,7 +369,7 @@ def test_a_lost_store_changes_no_deadline(hangs: bool) -> None:
 
 def ring_with_closed_peer() -> tuple[SimulatedRing, Agreement, Call]:
     """Rank 0 of a ring of two in a call. Rank 1 has closed the ring. No watchdog runs."""
-    communicator = Communicator(2)
+    communicator = cases.Communicator(2)
     ring, configuration = SimulatedRing.of(communicator, 0, seconds=8), Configuration({"seq_len": 8})
     communicator.store.set("check/0/1", configuration.text)
     call = ring.agreement.begin(configuration)
@@ -460,7 +441,7 @@ def test_a_captured_call_is_refused() -> None:
             capturing.add(threading.get_ident())
         error = ending(lambda: begin(ring, 9))
         capturing.discard(threading.get_ident())
-        return error, ending(lambda: begin(ring, 9)), ring.num_aborts[0]
+        return error, ending(lambda: begin(ring, 9)), ring.abort.call_count
 
     with (
         mock.patch.object(torch.cuda, "is_initialized", return_value=True),
