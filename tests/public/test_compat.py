@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ring_backends import compat
 from ring_backends.testing.reference import reference_attention
-from ring_backends.testing.world import World
+from ring_backends.testing.world import World, on_every_rank
 
 PATTERN = (5, 13, 40), (1, 2, 3)
 N, HEADS, HEAD_DIM = 37, 7, 8
@@ -70,29 +70,19 @@ def test_whole_tensors_on_every_rank(pair: World, is_causal: bool) -> None:
         assert_near(got, expected(is_causal))
 
 
-def new_rings_of_two_calls() -> int:
-    before = len(compat._rings)
-    for _ in range(2):
-        called("RingDilatedAttentionV2", False)
-    return len(compat._rings) - before
+@on_every_rank
+def test_modules_share_a_ring() -> None:
+    first, second = (made("RingDilatedAttentionV2", *PATTERN).ring.agreement for _ in range(2))
+    assert first is second is not None, (first, second)
 
 
-def test_modules_share_a_ring(pair: World) -> None:
-    assert max(pair.run(new_rings_of_two_calls)) <= 1
-
-
-def after_a_failure() -> tuple[bool, list[Tensor]]:
+@on_every_rank
+def test_a_failed_ring_is_replaced() -> None:
     called("RingDilatedAttentionV2", False)
     ring = next(reversed(compat._rings.values()))
     ring.agreement._failure = "a rank was lost"
-    results = called("RingDilatedAttentionV2", False)
-    return next(reversed(compat._rings.values())) is not ring, results
-
-
-def test_a_failed_ring_is_replaced(pair: World) -> None:
-    for is_new, results in pair.run(after_a_failure):
-        assert is_new
-        assert_near(results, expected(False))
+    assert_near(called("RingDilatedAttentionV2", False), expected(False))
+    assert next(reversed(compat._rings.values())) is not ring, compat._rings
 
 
 def test_each_name_warns_once_with_the_new_spelling() -> None:
@@ -130,13 +120,11 @@ def test_unsupported_arguments_are_refused() -> None:
         made("create_dilated_attention", 3)
 
 
-def size_of(kind: str) -> int:
-    return made("create_dilated_attention", kind, [4], [1]).ring.size
-
-
-def test_types(pair: World) -> None:
-    for kind, size in (("auto", 2), ("ring", 2), ("block_sparse_ring", 2), ("standard", 1), ("improved", 1)):
-        assert pair.run(size_of, kind) == [size, size]
+@on_every_rank
+def test_types() -> None:
+    for kind, size in (("auto", 4), ("ring", 4), ("block_sparse_ring", 4), ("standard", 1), ("improved", 1)):
+        found = made("create_dilated_attention", kind, [4], [1]).ring.size
+        assert found == size, (kind, found)
 
 
 def layer(kind: str) -> tuple[list[Tensor], int]:
@@ -149,19 +137,14 @@ def layer(kind: str) -> tuple[list[Tensor], int]:
     return [out.detach(), *grads], module.ring.size
 
 
-def share_a_parameter() -> tuple[Tensor, Tensor]:
-    """The incoming gradient after the sum over the ranks, and the sum."""
+@on_every_rank
+def test_the_sum_does_not_modify_the_incoming_gradient() -> None:
     ring = made("create_dilated_attention", "ring", [4], [1]).ring
     parameter = torch.zeros(3, requires_grad=True)
     shared, incoming = compat._shared(ring, parameter), torch.ones(3)
     (total,) = torch.autograd.grad(shared, parameter, incoming)
-    return incoming, total
-
-
-def test_the_sum_does_not_modify_the_incoming_gradient(pair: World) -> None:
-    for incoming, total in pair.run(share_a_parameter):
-        assert incoming.tolist() == [1, 1, 1]
-        assert total.tolist() == [2, 2, 2]
+    assert incoming.tolist() == [1, 1, 1], incoming
+    assert total.tolist() == [4, 4, 4], total
 
 
 def test_layers(pair: World) -> None:
