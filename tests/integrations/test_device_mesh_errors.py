@@ -21,20 +21,12 @@ from ring_backends.adapters import native
 from ring_backends.integrations.device_mesh import RingDilated, context_parallel, ring_of
 from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.testing.failing_calls import Ended, ending
-from ring_backends.testing.world import World
+from ring_backends.testing.world import on_every_rank
 
 FULL = ([N], [1])
 
 
-two = world_of(2)
-
-
-def refused(call: Callable[..., Any], *args: Any, **options: Any) -> Ended:
-    return ending(partial(call, *args, **options))
-
-
-def put_refused(module: Any, **options: Any) -> Ended:
-    return refused(put, module, RingDilated(**options))
+world = world_of(2)
 
 
 class NoCausal(nn.Module):
@@ -85,25 +77,23 @@ class OtherAttention(RingDilatedAttention):
 
 
 def own_modules_here() -> dict[str, Ended]:
+    plain, scaled = RingDilated(), RingDilated(is_causal=True, scale=1.0)
     return {
-        "is_causal, scale: NativeRingDilatedAttention has its own": put_refused(dilated(), is_causal=True, scale=1.0),
-        "module = NativeRingDilatedAttention: is on a ring already": put_refused(put(dilated(), RingDilated())),
+        "is_causal, scale: NativeRingDilatedAttention has its own": ending(put, dilated(), scaled),
+        "module = NativeRingDilatedAttention: is on a ring already": ending(put, put(dilated(), plain), plain),
         "backend = 'native': its attention is NativeRingDilatedAttention, and RingDilatedMultiheadAttention computes": (
-            put_refused(RingDilatedMultiheadAttention(8, 2, OtherAttention([4], [1])))
+            ending(put, RingDilatedMultiheadAttention(8, 2, OtherAttention([4], [1])), plain)
         ),
-        "segment_lengths is not given: InnerAttention has no pattern of its own": put_refused(InnerAttention()),
+        "segment_lengths is not given: InnerAttention has no pattern of its own": ending(put, InnerAttention(), plain),
     }
 
 
-def module_here(name: str) -> Ended:
-    module = MODULES[name][0]()
-    return ending(lambda: put(module, RingDilated(*FULL)))
-
-
 @pytest.mark.parametrize("name", MODULES)
-def test_modules(two: World, name: str) -> None:
-    for of_rank in two.run(module_here, name):
-        of_rank.check(TypeError if "not an attention" in MODULES[name][1] else ValueError, MODULES[name][1])
+@on_every_rank
+def test_modules(name: str) -> None:
+    make, message = MODULES[name]
+    refused = ending(put, make(), RingDilated(*FULL))
+    refused.check(TypeError if "not an attention" in message else ValueError, message)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +118,7 @@ def test_options(options: dict[str, Any], message: str) -> None:
 
 
 def parallelized(mesh: DeviceMesh, **options: Any) -> Ended:
-    return refused(parallelize_module, InnerAttention(), mesh, RingDilated(*FULL, **options))
+    return ending(parallelize_module, InnerAttention(), mesh, RingDilated(*FULL, **options))
 
 
 def meshes_here() -> dict[str, Ended]:
@@ -139,10 +129,10 @@ def meshes_here() -> dict[str, Ended]:
         ZIGZAG: parallelized(ring, layout="zigzag"),
         f"timeout = {nine!r}: the ring of this mesh axis has timeout = ": parallelized(ring, timeout=nine),
         "mesh has 2 axes, ('data', 'ring'): expected one": parallelized(mesh),
-        "mesh has 2 axes": refused(ring_of, mesh),
-        "mesh = str: expected one axis of a DeviceMesh": refused(ring_of, "ring"),
-        "mesh: no RingDilated has been applied on its axis data": refused(ring_of, mesh["data"]),
-        "dropout_p is given: MultiheadAttention has dropout = 0.0": refused(put, multihead, dropout),
+        "mesh has 2 axes": ending(ring_of, mesh),
+        "mesh = str: expected one axis of a DeviceMesh": ending(ring_of, "ring"),
+        "mesh: no RingDilated has been applied on its axis data": ending(ring_of, mesh["data"]),
+        "dropout_p is given: MultiheadAttention has dropout = 0.0": ending(put, multihead, dropout),
         "": parallelized(ring),
     }
 
@@ -152,7 +142,7 @@ def row(heads: int = 4, n: int = N) -> Tensor:
 
 
 def calls_here() -> dict[str, Ended]:
-    call = partial(refused, put(InnerAttention(), RingDilated(*FULL, timeout=timedelta(seconds=60))))
+    call = partial(ending, put(InnerAttention(), RingDilated(*FULL, timeout=timedelta(seconds=60))))
     rows, one, short = (row(), row(), row()), row()[0], row(n=N - 1)
     mask = torch.ones(N, N, dtype=torch.bool)
     return {
@@ -179,7 +169,7 @@ def call_in_context(call: Callable[..., Ended], *rows: Tensor) -> Ended:
 
 
 def multihead_calls_here() -> dict[str, Ended]:
-    call = partial(refused, put(nn.MultiheadAttention(8, 2), RingDilated(*FULL, timeout=timedelta(seconds=60))))
+    call = partial(ending, put(nn.MultiheadAttention(8, 2), RingDilated(*FULL, timeout=timedelta(seconds=60))))
     without = partial(call, need_weights=False)
     x = torch.ones(3, 2, 8)
     return {
@@ -194,16 +184,13 @@ def multihead_calls_here() -> dict[str, Ended]:
     }
 
 
-def check_one_that_refuses() -> None:
+@on_every_rank
+def test_an_error_on_one_rank_reaches_the_other() -> None:
     """Only rank 0 passes a mask."""
     attention = put(InnerAttention(), RingDilated(*FULL, timeout=timedelta(seconds=60)))
     rank = mesh_of((1, 2)).get_rank()
     with pytest.raises(RingMismatchError if rank else ValueError, match="attn_mask is given"):
         attention(row(), row(), row(), attn_mask=None if rank else torch.ones(N, N))
-
-
-def test_an_error_on_one_rank_reaches_the_other(two: World) -> None:
-    two.run(check_one_that_refuses)
 
 
 def entering(buffers: Any, dims: Any, axis: str = "ring", **options: Any) -> Ended:
@@ -261,9 +248,9 @@ def contexts_here() -> dict[str, Ended]:
 @pytest.mark.parametrize(
     "calls_by_message", [own_modules_here, meshes_here, calls_here, multihead_calls_here, contexts_here]
 )
-def test_every_rank_raises(two: World, calls_by_message: Callable[[], dict[str, Ended]]) -> None:
+@on_every_rank
+def test_every_rank_raises(calls_by_message: Callable[[], dict[str, Ended]]) -> None:
     """An empty message stands for no error."""
-    for of_rank in two.run(calls_by_message):
-        for message, ended in of_rank.items():
-            assert message in ended.message, (message, ended)
-            assert (ended.error == "no error") == (message == ""), (message, ended)
+    for message, ended in calls_by_message().items():
+        assert message in ended.message, (message, ended)
+        assert (ended.error == "no error") == (message == ""), (message, ended)

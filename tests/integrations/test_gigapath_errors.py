@@ -18,11 +18,11 @@ from torch import nn
 
 from ring_backends import AdapterUnavailableError, DilatedPattern, Ring, RingMismatchError
 from ring_backends.integrations import gigapath
-from ring_backends.testing.failing_calls import AT_ONCE, Ended, ending
+from ring_backends.testing.failing_calls import AT_ONCE, ending
 from ring_backends.testing.rings import TWO_OF_TWO, new_ring
-from ring_backends.testing.world import World
+from ring_backends.testing.world import World, on_every_rank
 
-two = world_of(2, "gigapath_cases")
+world = world_of(2, "gigapath_cases")
 
 
 def use(model: Any, **options: Any) -> None:
@@ -186,38 +186,27 @@ def check_long_slide(rings: Any) -> None:
     model(*cases.make_slide(100))
 
 
-def test_slides_whose_outputs_gigapath_misplaces(two: World) -> None:
+def test_slides_whose_outputs_gigapath_misplaces(world: World) -> None:
     check_long_slide(None)
-    two.run(check_long_slide, TWO_OF_TWO)
+    world.run(check_long_slide, TWO_OF_TWO)
 
 
-def bad_call_here(case: int) -> Ended:
-    model = cases.on_ring(TWO_OF_TWO)
-    return ending(lambda: model(*CALLS[case][0]))
+@on_every_rank
+def test_every_rank_raises() -> None:
+    ended = ending(use, cases.make_model(), ring=native_ring(rings=TWO_OF_TWO), scale=1.0)
+    assert ended.error == "ValueError", ended
+    for arguments, error, _ in (CALLS[1], CALLS[7]):
+        ending(cases.on_ring(TWO_OF_TWO), *arguments).check(error, within=AT_ONCE)
 
 
-def bad_setup_here() -> Ended:
-    return ending(lambda: use(cases.make_model(), ring=native_ring(rings=TWO_OF_TWO), scale=1.0))
-
-
-def test_every_rank_raises(two: World) -> None:
-    assert all(ended.error == "ValueError" for ended in two.run(bad_setup_here))
-    for case in (1, 7):
-        for ended in two.run(bad_call_here, case):
-            ended.check(CALLS[case][1], within=AT_ONCE)
-
-
-def check_other_weights() -> None:
+@on_every_rank
+def test_ranks_with_different_weights() -> None:
     model, ring = cases.make_model(), new_ring(cases.ADAPTER, TWO_OF_TWO)
     if ring.rank == 1:
         nn.init.zeros_(model.encoder.layers[1].ffn.fc1.bias)
     field = r"the ranks differ in encoder\.layers\.1\.ffn\.fc1\.bias \(rank 0: torch\.float64 \[1, 256\] checksum"
     with pytest.raises(RingMismatchError, match=f"(?s)load the same checkpoint on every rank.*{field}"):
         gigapath.use_ring(model, cases.attention_of(model, ring))
-
-
-def test_ranks_with_different_weights(two: World) -> None:
-    two.run(check_other_weights)
 
 
 EXPORTS: dict[str, Callable[..., Any]] = {
@@ -227,19 +216,17 @@ EXPORTS: dict[str, Callable[..., Any]] = {
 }
 
 
-def exported_here(how: str) -> Ended:
-    model = cases.on_ring(TWO_OF_TWO).eval()
-    return ending(lambda: EXPORTS[how](model, cases.make_slide(6)))
-
-
 @pytest.mark.parametrize("how", EXPORTS)
-def test_tracing_and_export(two: World, how: str) -> None:
+@on_every_rank
+def test_tracing_and_export(how: str) -> None:
+    ended = ending(EXPORTS[how], cases.on_ring(TWO_OF_TWO).eval(), cases.make_slide(6))
     message = "torch.export and torch.onnx.export do not support its communication; call gigapath"
-    for ended in two.run(exported_here, how):
-        ended.check(Exception, message, within=AT_ONCE)
+    ended.check(Exception, message, within=AT_ONCE)
 
 
-def check_other_slides(change: str) -> None:
+@pytest.mark.parametrize("change", ["x", "coords", "tiles", "training mode"])
+@on_every_rank
+def test_ranks_with_different_slides(change: str) -> None:
     model, (x, coords) = cases.make_model(), cases.make_slide(30)
     use(model, ring=new_ring(cases.ADAPTER, TWO_OF_TWO))  # a mismatch closes the ring
     if torch.distributed.get_rank() == 1:
@@ -249,8 +236,3 @@ def check_other_slides(change: str) -> None:
     field = "x" if change == "tiles" else change
     with pytest.raises(RingMismatchError, match=rf"the ranks differ in {field} \(rank 0: "):
         model(x, coords)
-
-
-@pytest.mark.parametrize("change", ["x", "coords", "tiles", "training mode"])
-def test_ranks_with_different_slides(two: World, change: str) -> None:
-    two.run(check_other_slides, change)
