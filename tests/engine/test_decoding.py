@@ -17,11 +17,11 @@ from unittest import mock
 import pytest
 import torch
 from native_ranks import ADAPTER as NATIVE
-from native_ranks import on_ring
+from native_ranks import native_ring, on_ring
 from random_cases import draw
 from torch import Tensor
 
-from ring_backends import DilatedPattern, Ring, RingPeerError, available_adapters
+from ring_backends import DilatedPattern, Ring, RingMismatchError, RingPeerError, available_adapters
 from ring_backends.adapters import native
 from ring_backends.engine.cache import Run, horizon
 from ring_backends.engine.decoding import groups
@@ -32,7 +32,7 @@ from ring_backends.testing.marks import MORE_CASES
 from ring_backends.testing.reference import reference_attention, reference_counts
 from ring_backends.testing.rings import FOUR, LAYOUTS, THREE, TWO, RingSpec, new_ring
 from ring_backends.testing.strategies import AttentionCase
-from ring_backends.testing.world import RanksFailedError, World
+from ring_backends.testing.world import RanksFailedError, World, on_every_rank
 
 
 def assert_equal(got: Any, wanted: Any, what: object = "") -> None:
@@ -358,17 +358,14 @@ def test_a_prompt_after_truncation_fits_the_memory(prompt: list[Tensor], message
     check_step(module, cache, tokens(1, 2), tokens(6, 1))
 
 
-def check_early_edits(ring: Ring) -> None:
-    """A batch is reordered, and inference mode ends, when rank 1 holds no row yet."""
-    module, cache = attending(ring)
+@on_every_rank
+def test_ranks_without_rows() -> None:
+    """A batch is reordered, and inference mode ends, when only rank 0 holds a row."""
+    module, cache = attending(native_ring(rings=FOUR))
     with torch.inference_mode():
         module.decode(*tokens(1, 1), cache)
     cache.select_batch(torch.tensor([1, 0]))
     check_step(module, cache, tokens(1, 2), [tensor[[1, 0]] for tensor in tokens(1, 1)])
-
-
-def test_ranks_without_rows(pair: World) -> None:
-    pair.run(on_ring, check_early_edits)
 
 
 INVALID: dict[str, Callable[[Any, Any], Any]] = {
@@ -425,35 +422,29 @@ def after_steps(number: int) -> tuple[Any, Any]:
     return module, cache
 
 
-def unequal_here(what: str) -> Ended:
-    """Rank 1 decodes something else than rank 0, on a new ring of two."""
-    module, cache = after_steps(1)
-    if what == "edits":
-        cache.select_batch(torch.tensor([0, 1]).roll(module.ring.rank))
-    what = what if module.ring.rank == 1 else ""
-    if what == "length":
-        cache.truncate(8)
-    if what == "cache":
-        cache.ring = Ring()
-    step = tokens(2 if what == "number" else 1, 5 if what == "tokens" else 2)
-    return ending(lambda: module.decode(*step, cache))
-
-
 @pytest.mark.parametrize(
     ("what", "message"),
     [
         ("tokens", "the ranks differ in the new tokens: the key of token 0 in batch entry 0"),
-        ("length", r"the ranks differ in the length of the cache \(rank 0: 9, rank 1: 8\)"),
-        ("edits", r"the ranks differ in the calls of truncate\(\) and select_batch\(\)"),
-        ("number", r"new tokens \(rank 0: 1, rank 1: 2\)"),
+        ("length", "the ranks differ in the length of the cache (rank 0: 9, rank 1: 8)"),
+        ("edits", "the ranks differ in the calls of truncate() and select_batch()"),
+        ("number", "new tokens (rank 0: 1, rank 1: 2)"),
         ("cache", "cache was made for a contiguous ring of 1, but this module is on a contiguous ring of 2"),
     ],
 )
-def test_ranks_that_differ(pair: World, what: str, message: str) -> None:
-    for ended in pair.run(unequal_here, what):
-        assert re.search(message, ended.message), ended
-        assert ended.error == "RingMismatchError" or (what == "cache" and ended.error == "ValueError")
-        assert ended.seconds < SHORT + A_MOMENT
+@on_every_rank
+def test_ranks_that_differ(what: str, message: str) -> None:
+    """Rank 1 of a ring of two decodes something else than rank 0."""
+    module, cache = after_steps(1)
+    if what == "edits":
+        cache.select_batch(torch.tensor([0, 1]).roll(module.ring.rank))
+    changed = what if module.ring.rank == 1 else ""
+    if changed == "length":
+        cache.truncate(8)
+    if changed == "cache":
+        cache.ring = Ring()
+    ended = ending(module.decode, *tokens(2 if changed == "number" else 1, 5 if changed == "tokens" else 2), cache)
+    ended.check(ValueError if changed == "cache" else RingMismatchError, message, within=SHORT + A_MOMENT)
 
 
 def killed_here() -> Ended:

@@ -18,12 +18,12 @@ from ring_backends.integrations.accelerate import attach as attach_accelerator
 from ring_backends.integrations.trainer import attach
 from ring_backends.integrations.transformers.whole_batches import use_ring
 from ring_backends.testing.failing_calls import ending
-from ring_backends.testing.world import World
+from ring_backends.testing.world import on_every_rank
 
 TOKENS = torch.arange(1, 9).view(1, 8)
 
 
-two = world_of(2, "transformers.trainer", "ring_backends.integrations.trainer")
+world = world_of(2, "transformers.trainer", "ring_backends.integrations.trainer")
 
 
 def on_a_ring(model: Any) -> Any:
@@ -135,25 +135,13 @@ def test_what_is_no_trainer() -> None:
         attach_accelerator(object(), make_model("llama"))
 
 
-def attach_alone() -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs, Accelerate uses all processes")
+@on_every_rank
+def test_an_accelerator_of_one_process() -> None:
     """Without GPUs and without ``cpu=True``, an Accelerator does not use the other processes."""
     reset_accelerate()
-    attach_accelerator(Accelerator(), make_model("llama"))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs, Accelerate uses all processes")
-def test_an_accelerator_of_one_process(two: World) -> None:
-    for ended in two.run(ending, attach_alone):
-        ended.check(ValueError, "accelerator.num_processes = 1: 2 processes were started")
-
-
-def train_with(name: str) -> None:
-    """A Trainer on a ring, after one hook of a library has changed."""
-    trainer = make_trainer(Case(), 1)
-    owner, method = name.split(".")
-    owners = {"Accelerator": Accelerator, "Trainer": transformers.Trainer}
-    with mock.patch.object(owners[owner], method, CHANGES[name]):
-        attach(trainer)
+    ended = ending(attach_accelerator, Accelerator(), make_model("llama"))
+    ended.check(ValueError, "accelerator.num_processes = 1: 2 processes were started")
 
 
 def batches_by_rank(self: Any, loader: Any, **_: Any) -> Any:
@@ -175,6 +163,10 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_releases_without_the_hooks(two: World, name: str) -> None:
-    for ended in two.run(ending, train_with, name):
-        ended.check(AdapterUnavailableError, name.partition(".")[2])
+@on_every_rank
+def test_releases_without_the_hooks(name: str) -> None:
+    """One hook of a library has changed."""
+    owner, method = name.split(".")
+    owners, trainer = {"Accelerator": Accelerator, "Trainer": transformers.Trainer}, make_trainer(Case(), 1)
+    with mock.patch.object(owners[owner], method, CHANGES[name]):
+        ending(attach, trainer).check(AdapterUnavailableError, method)
