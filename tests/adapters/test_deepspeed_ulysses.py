@@ -19,13 +19,13 @@ import torch.distributed as dist
 from ring_backends.errors import RingMismatchError
 from ring_backends.ring.topology import HOST_VARIABLE
 from ring_backends.schedule.layout import LayoutKind
-from ring_backends.testing.calls import Results, check_results, expected, local_call, whole
+from ring_backends.testing.calls import local_call
 from ring_backends.testing.failing_calls import ending
 from ring_backends.testing.marks import MORE_CASES, matrix_but
 from ring_backends.testing.rings import BY_HOSTS, rows_of_ranks
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.training_runs import check_moves
-from ring_backends.testing.world import World, on_every_rank
+from ring_backends.testing.world import on_every_rank
 
 pytest.importorskip("deepspeed")
 
@@ -68,48 +68,29 @@ CASE_CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-def attend_with_ulysses(ring_size: int, ulysses_size: int, layout: LayoutKind, case: AttentionCase) -> Results:
-    call = local_call(ADAPTER, ulysses_ring(ring_size, ulysses_size).with_layout(layout), case)
-    results = call.results()
-    assert torch.equal(call(), results.out)
-    return results
-
-
-@cache
-def ulysses_ring_by_hosts() -> Any:
-    with mock.patch.dict(os.environ, {HOST_VARIABLE: BY_HOSTS.hosts[dist.get_rank()]}):
-        return backend.initialize(timeout=timedelta(seconds=60), ulysses_size=2, ring_order="topology")
-
-
-def attend_with_ulysses_by_hosts(layout: LayoutKind, case: AttentionCase) -> tuple[int, tuple[int, ...], Results]:
-    """Returns the ring rank, the ranks of the hop ring, and the results."""
-    ring = ulysses_ring_by_hosts().with_layout(layout)
-    call = local_call(ADAPTER, ring, case)
-    return ring.rank, ring.hop_ring.ranks, call.results()
-
-
 class TestUlysses:
     @pytest.mark.parametrize("name", CASE_CHANGES)
     @pytest.mark.parametrize("layout", matrix_but("zigzag", of=("contiguous", "zigzag")))
     @every_group_size
+    @on_every_rank
     def test_output_and_gradients_are_those_of_one_process(
-        self, world: World, ring_size: int, ulysses_size: int, layout: LayoutKind, name: str
+        self, ring_size: int, ulysses_size: int, layout: LayoutKind, name: str
     ) -> None:
         case = replace(ULYSSES_CASE, **CASE_CHANGES[name])
-        by_rank = world.run(attend_with_ulysses, ring_size, ulysses_size, layout, case)
-        tolerance = 1e-10 if case.dtype == torch.float64 else 1e-4
-        for first in range(0, 4, ring_size):
-            got = whole(by_rank[first : first + ring_size], case.seq_len, layout)
-            check_results(got, expected(case), tolerance, case)
+        call = local_call(ADAPTER, ulysses_ring(ring_size, ulysses_size).with_layout(layout), case)
+        assert torch.equal(call(), call(return_lse=True)[0])
+        call.check(1e-10 if case.dtype == torch.float64 else 1e-4)
 
     @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-    def test_ulysses_groups_are_within_hosts(self, world: World, layout: LayoutKind) -> None:
-        case = replace(ULYSSES_CASE, is_causal=True, masked="random")
-        by_rank = world.run(attend_with_ulysses_by_hosts, layout, case)
-        hop_rings = [(0, 1), (3, 2), (0, 1), (3, 2)]
-        found = [by_rank[rank] for rank in BY_HOSTS.rings[0]]
-        assert [answer[:2] for answer in found] == [(rank, hop_rings[rank]) for rank in range(4)]
-        check_results(whole([answer[2] for answer in found], case.seq_len, layout), expected(case), 1e-10, case)
+    @on_every_rank
+    def test_ulysses_groups_are_within_hosts(self, layout: LayoutKind) -> None:
+        with mock.patch.dict(os.environ, {HOST_VARIABLE: BY_HOSTS.hosts[dist.get_rank()]}):
+            timeout = timedelta(seconds=60)
+            ring = backend.initialize(timeout=timeout, ulysses_size=2, ring_order="topology").with_layout(layout)
+        rank = BY_HOSTS.rings[0].index(dist.get_rank())
+        places = ring.rank, ring.hop_ring.ranks
+        assert places == (rank, [(0, 1), (3, 2)][rank % 2]), places
+        local_call(ADAPTER, ring, replace(ULYSSES_CASE, is_causal=True, masked="random")).check()
 
     @every_group_size
     @on_every_rank

@@ -25,9 +25,12 @@ from ring_backends.testing.suite import AdapterTests
 from ring_backends.testing.training import check_divisor
 from ring_backends.testing.world import World, on_every_rank
 
+Message = tuple[int, int, int, int]
+"""Source, destination, bytes and tag."""
 
-def carried_messages(rings: RingSpec, case: AttentionCase) -> tuple[list[tuple[str, int, int, int, int]], int]:
-    """(call, source, destination, bytes, tag) of every message of the transport, and the message count of the ring.
+
+def carried_messages(rings: RingSpec, case: AttentionCase) -> tuple[list[Message], list[Message], int]:
+    """The messages that the transport sends and receives, and the message count of the ring.
 
     Before the call, each rank has created a different number of messages.
     """
@@ -41,22 +44,18 @@ def carried_messages(rings: RingSpec, case: AttentionCase) -> tuple[list[tuple[s
         PipeMessage(0, 0, 0, tensors=(torch.zeros(1),))
     ring = ring_of(ADAPTER, rings)
     call = local_call(ADAPTER, ring, case)
-    seen: list[tuple[str, int, int, int, int]] = []
 
     def watched(name: str) -> Any:
-        original = getattr(RingTransport, name)
+        return mock.patch.object(RingTransport, name, autospec=True, side_effect=getattr(RingTransport, name))
 
-        def watch(self: Any, message: PipeMessage, *args: Any, **kwargs: Any) -> Any:
-            (tensor,) = message.tensors
-            seen.append((name, message.src, message.dest, tensor.nbytes, message.tag))
-            return original(self, message, *args, **kwargs)
-
-        return mock.patch.object(RingTransport, name, watch)
+    def messages(watch: mock.Mock) -> list[Message]:
+        carried = [made.args[1] for made in watch.call_args_list]
+        return [(message.src, message.dest, message.tensors[0].nbytes, message.tag) for message in carried]
 
     ring.traffic.reset()
-    with watched("send_message"), watched("recv_message_tensors"):
+    with watched("send_message") as sends, watched("recv_message_tensors") as receives:
         call.gradients(call())
-    return seen, ring.traffic.messages
+    return messages(sends), messages(receives), ring.traffic.messages
 
 
 @contextlib.contextmanager
@@ -85,7 +84,7 @@ class TestFairScale(AdapterTests):
         schedule = case.schedule(rings.size)
         by_rank = world.run(carried_messages, rings, case)
         sent, received = set(), set()
-        for rank, (messages, counted) in enumerate(by_rank):
+        for rank, (mine, arrived, counted) in enumerate(by_rank):
             place = rings.place(rank)
             assert place is not None
             sizes = {"batch": case.batch, "head_dim": case.head_dim, "itemsize": 8}
@@ -94,13 +93,12 @@ class TestFairScale(AdapterTests):
             planned += sum(len(step.grad_sends) for _, step in backward.steps)
             planned += sum(len(hop.sends) for plan in (forward, backward) for hop in plan.spread)
             planned += sum(len(hop.receives) for hop in backward.spread)
-            mine = [message for message in messages if message[0] == "send_message"]
             assert len(mine) == planned == counted
-            assert all(source == rank for _, source, *_ in mine)
-            sent |= {tuple(rest) for _, *rest in mine}
-            received |= {tuple(rest) for name, *rest in messages if name != "send_message"}
+            assert all(source == rank for source, *_ in mine)
+            sent |= {*mine}
+            received |= {*arrived}
         assert sent == received
-        assert len(sent) == sum(counted for _, counted in by_rank) > 0
+        assert len(sent) == sum(counted for *_, counted in by_rank) > 0
 
     @on_every_rank
     def test_the_ring_is_the_group_of_fairscale(self) -> None:
