@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
@@ -13,22 +14,23 @@ from typing import Any
 import gigapath_cases
 import pytest
 import torch
+import torch.distributed as dist
 import torchscale_cases as cases
 import torchscale_modules
 from native_ranks import assert_near, world_of
 from torch import nn
 
-from ring_backends import AdapterUnavailableError, Ring
+from ring_backends import AdapterUnavailableError, Ring, RingMismatchError
 from ring_backends.adapters import native
 from ring_backends.integrations import gigapath, torchscale
 from ring_backends.longnet import LongNetDecoder, LongNetEncoder
 from ring_backends.testing.marks import matrix_but
-from ring_backends.testing.rings import THREE_OF_THREE, TWO_OF_TWO
-from ring_backends.testing.world import World
+from ring_backends.testing.rings import THREE_OF_THREE, TWO_OF_TWO, new_ring
+from ring_backends.testing.world import World, on_every_rank
 
 LONG = pytest.mark.matrix(reason="runs many models")
 
-two = world_of(2, "torchscale_cases")
+world = world_of(2, "torchscale_cases")
 three = world_of(3, "torchscale_cases")
 
 
@@ -44,22 +46,22 @@ def check(ranks: World, kind: str, layout: str, numbers: Any, how: str, exact: b
 
 
 @pytest.mark.parametrize("kind", matrix_but("embeddings", "decoder", of=cases.KINDS))
-def test_two_ranks(two: World, kind: str) -> None:
+def test_two_ranks(world: World, kind: str) -> None:
     """Without a mask and with one, which sets embeddings to zero in encoders and does nothing in decoders."""
-    check(two, kind, "zigzag", (61, 61), "whole")
-    check(two, kind, "contiguous", (34, 61), "masked")
+    check(world, kind, "zigzag", (61, 61), "whole")
+    check(world, kind, "contiguous", (34, 61), "masked")
 
 
 @pytest.mark.parametrize("kind", matrix_but("embeddings", of=cases.KINDS))
-def test_without_padding(two: World, kind: str) -> None:
+def test_without_padding(world: World, kind: str) -> None:
     """With ``ignore_padding``, each sequence has the outputs and gradients of this sequence alone."""
-    check(two, kind, "zigzag", (34, 1, 61), "kept")
+    check(world, kind, "zigzag", (34, 1, 61), "kept")
 
 
 @pytest.mark.parametrize("kind", matrix_but("embeddings", of=cases.KINDS))
-def test_constant_mixing(two: World, kind: str) -> None:
+def test_constant_mixing(world: World, kind: str) -> None:
     """Then gradients are those of torchscale's own code, which has none of the weights that mix its branches."""
-    _, own = check(two, kind, "zigzag", (61, 61), "whole", exact=False)
+    _, own = check(world, kind, "zigzag", (61, 61), "whole", exact=False)
     _, exact = cases.by_own_code(kind, (61, 61), "whole")
     name = f"{'decoder' if kind == 'decoder' else 'encoder'}.layers.0.self_attn.q_proj.weight"
     assert gigapath_cases.largest_error(exact[name], own[name]) > 1e-2
@@ -79,12 +81,12 @@ def test_three_ranks(three: World, kind: str, numbers: Any) -> None:
     "options", [{}, {"deepnorm": True}, {"layernorm_embedding": True, "checkpoint_activations": True}], ids=str
 )
 @pytest.mark.parametrize("kind", cases.KINDS)
-def test_the_published_classes(three: World, two: World, kind: str, options: Any) -> None:
+def test_the_published_classes(three: World, world: World, kind: str, options: Any) -> None:
     if not has_torchscale():
         if "RING_BACKENDS_NEEDS_PEERS" in os.environ:
             pytest.fail("RING_BACKENDS_NEEDS_PEERS is set, but torchscale.model.LongNet cannot be imported")
         pytest.skip("no torchscale with torchscale.model.LongNet is installed")
-    for ranks in (two, three):
+    for ranks in (world, three):
         for how in ("whole", "masked", "kept"):
             check(ranks, kind, "contiguous", (61, 34), how, real=True, **options)
         check(ranks, kind, "zigzag", (61, 34), "masked", exact=False, real=True, **options)
@@ -95,31 +97,51 @@ def has_torchscale() -> bool:
 
 
 @LONG
-def test_random_numbers(two: World) -> None:
+def test_random_numbers(world: World) -> None:
     """A ring draws the numbers of one process for stochastic depth and attention dropout, whatever the ranks' seeds."""
     options = {"drop_path_rate": 0.6, "attention_dropout": 0.2}
     call = ((61, 61), "whole", 5)
     expected = cases.here("embeddings", None, "contiguous", *call, **options)
-    found = two.run(cases.here, "embeddings", TWO_OF_TWO, "contiguous", *call, **options)
+    found = world.run(cases.here, "embeddings", TWO_OF_TWO, "contiguous", *call, **options)
     gigapath_cases.assert_same(found, expected, 1e-10)
-    outs = two.run(cases.here, "embeddings", TWO_OF_TWO, "contiguous", *call, dropout=0.3)
+    outs = world.run(cases.here, "embeddings", TWO_OF_TWO, "contiguous", *call, dropout=0.3)
     assert all(map(torch.equal, outs[0][0], outs[1][0]))
 
 
-def test_every_rank_computes_its_own_rows(two: World) -> None:
-    assert two.run(cases.rows_here, TWO_OF_TWO, 61) == [31, 30]
+@on_every_rank
+def test_every_rank_computes_its_own_rows() -> None:
+    """The feed-forward networks of rank 0 compute 31 of 61 rows, and those of rank 1 the others."""
+    model, found = cases.on_ring("embeddings", TWO_OF_TWO), []
+    model.encoder.layers[0].ffn.register_forward_hook(lambda module, args, out: found.append(out.shape[1]))
+    model(torch.zeros(1, 61, cases.IN_CHANNELS, dtype=torch.float64))
+    assert found == [30 if dist.get_rank() else 31], found
 
 
 CHANGES = ("rounding", "token_embeddings", "src_tokens", "encoder_padding_mask", "training mode")
 
 
 @pytest.mark.parametrize("change", matrix_but(*CHANGES[:2], of=CHANGES))
-def test_ranks_with_different_inputs(two: World, change: str) -> None:
-    two.run(cases.check_other_inputs, TWO_OF_TWO, change)
+@on_every_rank
+def test_ranks_with_different_inputs(change: str) -> None:
+    kind = "tokens" if change in ("src_tokens", "encoder_padding_mask") else "embeddings"
+    model, (x, mask) = cases.make_model(kind), cases.make_batch(kind, (30, 20))
+    cases.use(model, new_ring(cases.ADAPTER, TWO_OF_TWO))  # a mismatch closes the ring
+    if dist.get_rank() == 1:
+        x = x * (1 + 1e-9) if change == "rounding" else x.flip(0) if change in ("src_tokens", "token_embeddings") else x
+        mask = mask.flip(0) if change == "encoder_padding_mask" else mask
+        model.train(change != "training mode")
+    is_refused = pytest.raises(RingMismatchError, match=change) if change != "rounding" else contextlib.nullcontext()
+    with is_refused:
+        model(x, mask)
 
 
-def test_an_error_of_one_rank_is_that_of_all(two: World) -> None:
-    two.run(cases.check_bad_call, TWO_OF_TWO)
+@on_every_rank
+def test_an_error_of_one_rank_is_that_of_all() -> None:
+    model, (x, _) = cases.on_ring("tokens", TWO_OF_TWO), cases.make_batch("tokens", (30, 20))
+    x[0, 29] = cases.VOCABULARY  # only the last rank would look it up
+    message = r"src_tokens of model\.encoder reaches 19: model\.encoder\.embed_tokens has rows 0 … 18"
+    with pytest.raises(ValueError, match=message):
+        model(x)
 
 
 def test_a_decoder_makes_no_states_unless_told() -> None:

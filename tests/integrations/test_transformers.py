@@ -16,7 +16,7 @@ from ring_backends.adapters import native
 from ring_backends.integrations.transformers import IGNORED, register, shard_inputs
 from ring_backends.testing.failing_calls import SHORT
 from ring_backends.testing.rings import LAYOUTS, TWO, new_ring
-from ring_backends.testing.world import World
+from ring_backends.testing.world import World, on_every_rank
 
 N = 45
 DILATED = ((9, 45), (1, 2))
@@ -249,7 +249,8 @@ def test_a_mask_without_padding_costs_nothing(pair: World, kind: str, layout: st
         assert found == [{num_padding > 0}] * 4
 
 
-def check_layers_in_another_order() -> None:
+@on_every_rank
+def test_layers_are_distinguished() -> None:
     """Make two calls. In the second, rank 1 has the layers in another order."""
     ring = new_ring(ADAPTER, TWO, SHORT)
     put_on(ring)
@@ -260,10 +261,6 @@ def check_layers_in_another_order() -> None:
         model.model.layers = model.model.layers[::-1]
     with pytest.raises(RingMismatchError, match="order of calls"):
         model(**local)
-
-
-def test_layers_are_distinguished(pair: World) -> None:
-    pair.run(check_layers_in_another_order)
 
 
 def test_first_position_after_padding() -> None:

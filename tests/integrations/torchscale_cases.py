@@ -11,16 +11,15 @@ from typing import Any
 from unittest import mock
 
 import gigapath_cases
-import pytest
 import torch
 import torch.distributed as dist
 import torchscale_modules
 from native_ranks import ADAPTER, native_ring
 from torch import Tensor, nn
 
-from ring_backends import Ring, RingMismatchError
+from ring_backends import Ring
 from ring_backends.integrations import torchscale
-from ring_backends.testing.rings import RingSpec, new_ring
+from ring_backends.testing.rings import RingSpec
 
 WIDTH, HEADS, LAYERS, IN_CHANNELS, VOCABULARY, POSITIONS = 24, 4, 2, 5, 19, 130
 KINDS = ("embeddings", "tokens", "decoder")
@@ -171,33 +170,3 @@ def here(kind: str, rings: Any, layout: str, numbers: Any, how: str, seed: Any =
 def _in_fp64(real: bool) -> contextlib.AbstractContextManager[Any]:
     """torchscale computes activations in fp32. Within it, in the dtype of the model."""
     return mock.patch.object(Tensor, "float", lambda x: x) if real else contextlib.nullcontext()
-
-
-def check_other_inputs(rings: RingSpec, change: str) -> None:
-    kind = "tokens" if change in ("src_tokens", "encoder_padding_mask") else "embeddings"
-    model, (x, mask) = make_model(kind), make_batch(kind, (30, 20))
-    use(model, new_ring(ADAPTER, rings))  # a mismatch closes the ring
-    if dist.get_rank() == 1:
-        x = x * (1 + 1e-9) if change == "rounding" else x.flip(0) if change in ("src_tokens", "token_embeddings") else x
-        mask = mask.flip(0) if change == "encoder_padding_mask" else mask
-        model.train(change != "training mode")
-    is_refused = pytest.raises(RingMismatchError, match=change) if change != "rounding" else contextlib.nullcontext()
-    with is_refused:
-        model(x, mask)
-
-
-def check_bad_call(rings: RingSpec) -> None:
-    model = on_ring("tokens", rings)
-    x, _ = make_batch("tokens", (30, 20))
-    x[0, 29] = VOCABULARY  # only the last rank would look it up
-    message = r"src_tokens of model\.encoder reaches 19: model\.encoder\.embed_tokens has rows 0 … 18"
-    with pytest.raises(ValueError, match=message):
-        model(x)
-
-
-def rows_here(rings: RingSpec, num_tokens: int) -> int:
-    """How many rows this rank's feed-forward networks compute."""
-    model, found = on_ring("embeddings", rings), []
-    model.encoder.layers[0].ffn.register_forward_hook(lambda module, args, out: found.append(out.shape[1]))
-    model(torch.zeros(1, num_tokens, IN_CHANNELS, dtype=torch.float64))
-    return found[0]
