@@ -56,7 +56,7 @@ def backward(
                     tiles.backward_into(step.spread_tiles, *given)
                 if index == plan.last_spread_step:
                     spread = None  # frees the received keys
-                spread_grads.advance(index, block_grads.sums if len(plan.blocks) == 1 else None)
+                spread_grads.advance(index, block_grads)
             ends_block = step is block.steps[-1]
             if key_grads is not None:
                 key_grads.advance(index, step, passed_on, block_grads, ends_block=ends_block)

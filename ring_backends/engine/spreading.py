@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ring_backends.engine.around import grad_format, key_format, own_rows
 from ring_backends.engine.hops import Hop, Hops
+from ring_backends.engine.sums import BlockGrads
 from ring_backends.engine.wire_buffers import WireBuffer, parcels_of
 from ring_backends.kernels.gather_rows import scatter_many
 from ring_backends.kernels.steps import Grads, StepRows
@@ -65,18 +66,20 @@ class SpreadGrads:
         self._sum_format, self._wire_format = grad_format(rows, sum_dtype), grad_format(rows, wire_dtype)
         received = [message for hop in plan.spread for message in hop.receives]
         self.buffer = WireBuffer.of(self._sum_format, received, rows.key.device, zeroed=True)
-        self._number = len(plan.spread)
+        self._number, self._has_one_block = len(plan.spread), len(plan.blocks) == 1
         self._arriving: tuple[Hop, list[WireBuffer]] | None = None
         self._own: dict[Parcel, tuple[Tensor, Tensor]] = {}
 
-    def advance(self, step: int, sums: Grads | None) -> None:
+    def advance(self, step: int, grads: BlockGrads) -> None:
         """After the tiles of ``step``: add what has arrived to what is sent next, and post the next hop.
 
         Args:
-            sums: where to add what has come home, of all heads. None: in memory of its own, until :meth:`finish`.
+            grads: the gradients of the block of heads. If it is the only one, what has come home is added to its sums.
         """
-        if step < self._plan.last_spread_step or not self._number:
-            return
+        if step >= self._plan.last_spread_step and self._number:
+            self._post_next(grads.sums if self._has_one_block else None)
+
+    def _post_next(self, sums: Grads | None) -> None:
         self._add(sums)
         hop = self._plan.spread[self._number - 1]
         arriving = {
@@ -102,15 +105,19 @@ class SpreadGrads:
         Args:
             grads: the gradients of this rank's rows, of all heads. With one block of heads, its sums.
         """
-        sums = grads if len(self._plan.blocks) == 1 else None
+        sums = grads if self._has_one_block else None
         while self._number:
-            self.advance(self._plan.last_spread_step, sums)
+            self._post_next(sums)
         self._add(sums)
         for parcel, own in self._own.items():
             _add_to(grads, parcel, own)
 
     def _add(self, sums: Grads | None) -> None:
-        """Wait for dK and dV from the ranks that this rank sent keys to, and add them up."""
+        """Wait for dK and dV from the ranks that this rank sent keys to, and add them up.
+
+        Args:
+            sums: where to add those of this rank's own rows. None: in memory of their own, until :meth:`finish`.
+        """
         if self._arriving is None:
             return
         posted, buffers = self._arriving

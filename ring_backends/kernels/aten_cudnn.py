@@ -44,8 +44,6 @@ class AtenCudaCudnnKernel(AtenCudaPartsKernel):
     """D and V of multi-head latent attention, which cuDNN supports on some GPUs."""
     min_version = 91501
     """cuDNN 9.15.1. Older versions may give wrong results for lengths not divisible by 128 (torch issue 169849)."""
-    copies_gaps = torch.__version__ >= "2.14"
-    """Compared once: torch parses both releases in every comparison."""
 
     def device_reasons(self, inputs: KernelInputs, capability: tuple[int, int]) -> list[str]:
         reasons = super().device_reasons(inputs, capability)
@@ -81,7 +79,7 @@ class AtenCudaCudnnKernel(AtenCudaPartsKernel):
         grad_out, query, key, value, out, lse = tensors
         unused = unused_dropout_state(query)
         query, key, value = map(aligned, (query, key, value))
-        if self.copies_gaps:
+        if _refuses_gaps(torch.__version__):
             query, key, value = (_in_layout_of(x, x) for x in (query, key, value))
         row_lse = lse.contiguous()
         return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
@@ -129,6 +127,12 @@ def _kernel_of_single_rows(device: torch.device, dtype: torch.dtype, head_dim: i
     flash = AtenCudaFlashKernel()
     inputs = KernelInputs(device, dtype, head_dim, value_dim=value_dim)
     return MathKernel() if flash.not_supported_reasons(inputs) else flash
+
+
+@cache
+def _refuses_gaps(release: str) -> bool:
+    """Whether the backward of a release of torch may refuse rows with gaps. Cached: torch parses what it compares."""
+    return release >= "2.14"
 
 
 def _in_layout_of(query: Tensor, x: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class Travel:
         """The largest size of the buffers of a spread branch, in rows of K or V.
 
         After its tiles, a rank has the gradients of the received rows, and those that arrive in one hop. With several
-        blocks of heads, the sums of what has come home do not count. They have the size of this rank's own rows.
+        blocks of heads, it also has the sums of the gradients of its own rows, which are not counted here.
         """
         arriving = int(self._sent(index, spread).max()) if self.grad_size else 0
         return max(self._rows_with_keys(index, received), 2 * self.grad_size * (received + arriving))

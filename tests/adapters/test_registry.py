@@ -14,10 +14,16 @@ import pytest
 import torch
 from command_line import run
 
-from ring_backends import AutoOptions, DilatedPattern, RingDilatedAttention, create_attention, registry
+from ring_backends import (
+    AdapterUnavailableError,
+    AutoOptions,
+    DilatedPattern,
+    RingDilatedAttention,
+    available_adapters,
+    create_attention,
+    registry,
+)
 from ring_backends.adapters import native
-from ring_backends.errors import AdapterUnavailableError
-from ring_backends.registry import available_adapters
 from ring_backends.ring.ring import Ring
 
 OTHER = "other_distribution.adapter"
