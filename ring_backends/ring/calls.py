@@ -82,7 +82,7 @@ class Call:
         own = {"direction": self.direction, **self.configuration.fields, **own_name, **self.details}
         return {**own, **self.context, **own}
 
-    @cached_property
+    @property
     def digest(self) -> str:
-        """A hash of the position, to compare calls of the same number."""
+        """A hash of the position, to compare calls of the same number. Made anew each time, since few are asked for."""
         return hashlib.blake2b(json.dumps(self.position).encode(), digest_size=6).hexdigest()
