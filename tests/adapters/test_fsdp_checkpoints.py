@@ -68,7 +68,8 @@ def test_training_resumes_with_an_unused_parameter(tmp_path: Path, strategy: Str
         return torch.optim.AdamW(parameters, lr=0.1)
 
     ring, path = ring_of(ADAPTER, FOUR), tmp_path / "checkpoint"
-    first, second = (fsdp.parallelize(TwoLayers(), adamw, ring, strategy=strategy, blocks=[]) for _ in range(2))
+    models = TwoLayers(), TwoLayers()  # one unit for both layers would also give the unused one a gradient of zeros
+    first, second = (fsdp.parallelize(m, adamw, ring, strategy=strategy, blocks=[*m.layers]) for m in models)
     go_on(first, 2)
     first.save(path)
     second.load(path)

@@ -359,13 +359,16 @@ def test_a_prompt_after_truncation_fits_the_memory(prompt: list[Tensor], message
 
 
 @on_every_rank
-def test_ranks_without_rows() -> None:
-    """A batch is reordered, and inference mode ends, when only rank 0 holds a row."""
+@pytest.mark.parametrize("reorders", [False, True])
+def test_ranks_without_rows(reorders: bool) -> None:
+    """Inference mode, in which the batch may be reordered, ends when only rank 0 holds a row."""
     module, cache = attending(native_ring(rings=FOUR))
+    order = [1, 0] if reorders else [0, 1]
     with torch.inference_mode():
         module.decode(*tokens(1, 1), cache)
-    cache.select_batch(torch.tensor([1, 0]))
-    check_step(module, cache, tokens(1, 2), [tensor[[1, 0]] for tensor in tokens(1, 1)])
+        if reorders:
+            cache.select_batch(torch.tensor(order))
+    check_step(module, cache, tokens(1, 2), [tensor[order] for tensor in tokens(1, 1)])
 
 
 INVALID: dict[str, Callable[[Any, Any], Any]] = {
