@@ -2,7 +2,8 @@
 
 A checkpointed region is computed again in the backward, and with plain checkpointing, the attention in the region
 repeats all hops of its forward. The functions here keep the out and LSE of every attention call in the region. This
-takes the memory of one activation per call, and the backward makes only its own hops::
+takes the memory of one activation per call, and the backward makes only its own hops. A call with a ``score_mod`` is
+not kept: it is computed again, with its hops. For example::
 
     checkpoint(block, x, use_reentrant=False, context_fn=keep_attention)
 

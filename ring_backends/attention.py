@@ -54,8 +54,9 @@ class RingDilatedAttention(nn.Module, ABC):
         segment_lengths, dilation_rates, head_mode, offset, padding, window_lengths: as in :class:`DilatedPattern`.
         ring: the ring that the adapter's ``initialize`` returned. None means a ring of one rank.
         scale: factor on the scores; None means 1 / sqrt(head_dim).
-        kernel: name of a kernel. ``"auto"`` chooses one that can run the call. With a ``score_mod``, ``math`` can, and
-            ``triton_dilated`` if it can translate the function.
+        kernel: ``"auto"`` chooses a kernel that supports the call; or the name of one (``kernel_names()`` of
+            ``ring_backends.kernels``). A ``score_mod`` is supported by ``math``, and by ``triton_dilated`` if it can
+            translate the function.
         dropout_p: probability that an attention weight is dropped during training, below 1. The kernels ``math`` and
             ``triton_dilated`` support dropout.
         grad_wire_dtype: dtype in which dK and dV of bf16 inputs travel. None means fp32. ``torch.bfloat16`` halves
@@ -197,8 +198,8 @@ class RingDilatedAttention(nn.Module, ABC):
                 one device.
             sinks: floating point [heads], the score of one more key of each head (the learned sinks of gpt-oss). Every
                 query sees this key. Its value is 0, its score counts in the LSE, and dropout never drops it. As for any
-                parameter, the gradient of ``sinks`` on a rank comes from this rank's rows, so it has to be summed over
-                the ranks. None means no sinks.
+                parameter, the gradient of ``sinks`` on a rank comes from this rank's rows. ``parallelize`` sums it over
+                the ranks; a loop without it must do so itself. None means no sinks.
             score_mod: a function (score, batch, head, q_idx, kv_idx) -> score, with the interface of torch's
                 ``flex_attention``. It replaces the scaled score of each pair of a query and a key that it sees, and
                 gradients go through it. The arguments are tensors without dimensions: the index in the batch, the query
@@ -454,7 +455,7 @@ def dilated_attention(
     Returns:
         out [batch, seq, heads, value_dim], in query's dtype (under autocast: in autocast's dtype). With ``return_lse``,
         the pair (out, LSE). LSE is [batch, heads, seq] in fp32 (fp64 for fp64 inputs), and has no gradient. A query
-        that sees no key has out 0 and LSE −inf.
+        that sees no key has out 0, and LSE −inf or the score of its sink.
 
     Raises:
         ValueError, TypeError: an argument is invalid.

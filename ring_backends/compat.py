@@ -1,4 +1,4 @@
-"""Classes and functions of earlier ring dilated attentions, for programs that cannot be changed at once.
+"""The names of earlier ring dilated attentions (``RingDilatedAttentionV2`` and others), for programs that use them.
 
 As with the earlier classes, every rank passes the *whole* query, key and value, and gets the whole output. So every
 rank needs O(n) memory for them; only the attention itself needs O(n/p). Each name warns once, and the warning names the

@@ -1,11 +1,12 @@
-"""PyTorch FSDP: the ring is an axis of a data × ring DeviceMesh, and parameters are sharded over the whole mesh.
+"""PyTorch FSDP: the ring is an axis of a data × ring DeviceMesh, over which parameters are sharded.
 
 Hops go between coordinates of the mesh's ring axis. They have their own process group, so that they never queue behind
-FSDP's parameter collectives (:mod:`ring_backends.adapters.fsdp.ring_pass`). In a compiled block each hop is a
-custom operator, and the block stays one graph (:mod:`ring_backends.engine.compiled`).
+FSDP's parameter collectives (:mod:`ring_backends.adapters.fsdp.ring_pass`). In a compiled block, a call with all its
+hops is one operator, so the block stays one graph (:mod:`ring_backends.engine.compiled`).
 
-Parameters are always sharded over data × ring. Over the data axis alone, every ring rank would keep the gradient of its
-own part of the sequence, and the replicas would drift apart without an error. Do not call
+Gradients are always reduced over data × ring. Parameters are sharded over all of it, or with ``strategy="hsdp"`` within
+each group of ring size ranks. If gradients were reduced over the data axis alone, every ring rank would keep the
+gradient of its own part of the sequence, and the replicas would drift apart without an error. Do not call
 ``set_gradient_divide_factor``: the reducer's divisor is measured once, and ``state.loss`` multiplies by it.
 """
 

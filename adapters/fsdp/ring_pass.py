@@ -4,8 +4,8 @@ FSDP runs its all-gathers and reduce-scatters on CUDA streams of its own, beside
 same. A peer is a coordinate on the mesh's ring axis. The ring's process group has its ranks in the order of that axis,
 so a coordinate is also a group rank.
 
-In a compiled block every hop is a custom operator (:mod:`ring_backends.engine.compiled`), so that the block stays one
-graph. The operators carry out the same plan and call the functions of this file.
+In a compiled block, a call with all its hops is one operator (:mod:`ring_backends.engine.compiled`), which calls the
+functions of this file, too.
 
 No GPU has run the stream branch. Its order of events is tested with a mocked device.
 """

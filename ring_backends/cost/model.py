@@ -126,8 +126,8 @@ class RingCost:
         """Estimated bytes in one rank's wire buffers.
 
         At most three hops of K and V and three hops of dK and dV that go around are in memory. The planner cuts hops
-        until they take at most ``communication_share`` of :attr:`tensor_bytes`. It does not cut them below
-        ``min_hop_bytes``, so a hop may have almost twice as many (``schedule/limits.py``). The buffers of spread
+        until they take at most ``communication_share`` of :attr:`tensor_bytes`. No part is smaller than
+        ``min_hop_bytes``, so hops below twice that size stay whole (``schedule/limits.py``). The buffers of spread
         branches come in addition.
         """
         travel, row = self._travel(backward=True), self.batch * self.head_dim

@@ -87,8 +87,9 @@ class KeyValueCache:
     same calls. A rank holds about 1 / ring size of the rows, except after :meth:`truncate` has cut a prompt, because
     the rows that are left of it stay on their ranks.
 
-    A prefill keeps only the rows that later queries see. A step also keeps those that its own queries see, so that it
-    can be taken back. Without ``max_len``, the memory is for at most twice the largest number of rows that were kept.
+    A prefill keeps only the rows that later queries see. ``decode`` also keeps those that its own queries see, so that
+    :meth:`truncate` can remove its tokens again. Without ``max_len``, the memory is for at most twice the largest
+    number of rows that were kept.
 
     Attributes:
         ring: the ring that holds the sequence.

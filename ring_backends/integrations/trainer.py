@@ -75,7 +75,7 @@ def attach(
     *,
     ring_size: int | None = None,
     layout: LayoutKind = "contiguous",
-    timeout: timedelta = timedelta(seconds=300),
+    timeout: timedelta | float = timedelta(seconds=300),
     probe: bool = True,
     **options: Any,
 ) -> Ring:

@@ -146,7 +146,8 @@ class TileInputs:
         scale: factor on the scores. It is positive: see :func:`split_scale`.
         is_causal: whether row t sees only keys 0 … t. Requires Sq == Sk.
         key_mask: bool [B, Hk, Sk], True = ignore this key; None for none.
-        band: any other band; None if every row sees all keys. Only for kernels with ``takes_bands``, or to reverse.
+        band: a band that is neither causal nor full, else None. Only for kernels with ``takes_bands``, or for a tile
+            that :meth:`reversed` makes causal.
         rule: documents, dropout and score_mod; None without. Only for :mod:`ring_backends.kernels.pairwise`.
     """
 

@@ -176,8 +176,9 @@ class Ring:
 
         Returns:
             [batch, …], in the dtype of ``rows``, the same on every rank; 0 for a batch entry without a row that counts.
-            Means are summed in fp32 at least. Its backward sums the ranks' gradients. So if every rank computes the
-            same loss from it, divide the loss by ``ring.size``.
+            Means are summed in fp32 at least. Its backward sums the ranks' gradients. If every rank computes the same
+            loss from it, pass the whole sum and count to ``state.loss``, undivided. A loop of your own that sums the
+            gradients over the ranks must divide the loss by ``ring.size``.
 
         Raises:
             ValueError: ``how`` is none of these, or the length of ``rows`` or ``mask`` is not that of this rank's part.

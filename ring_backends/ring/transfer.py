@@ -31,7 +31,8 @@ class Transfer(ABC):
         """Return when all buffers are sent and received. Called exactly once, since gloo hangs on a second wait.
 
         Returns:
-            None; or, if only a CUDA stream waits for the buffers, the hop that the ring has to follow.
+            None; or, if only a CUDA stream waits for the buffers, a hop whose end the ring checks later. An adapter
+            returns what ``WorkTransfer.wait`` returns.
 
         Raises:
             Exception: whatever the transport raises when a peer is gone or ``timeout`` has passed.
@@ -51,7 +52,7 @@ class WorkTransfer(Transfer):
       So outgoing buffers are filled, and earlier uses of the memory of incoming buffers have ended.
     - ``buffers`` are referenced until ``wait`` has ordered the current stream after the works. From then on the
       allocator may reuse their memory in the order of that stream, on which they were allocated.
-    - Where no stream is ordered after the works, because of an error, ``abandon`` records a stream that is.
+    - If an error comes before a stream waits for the works, ``abandon`` keeps the memory unused until they are over.
 
     Attributes:
         headers: the headers that the works send and receive too; None if they have none.

@@ -128,7 +128,8 @@ class RingSchedule:
         Args:
             itemsize: bytes per element of K and V.
             backward: whether dK and dV are sent too.
-            few_hops: whether sparse branches are spread. False lets the rows of all branches go around.
+            few_hops: whether the rows of sparse branches go straight to the ranks that need them, in one hop or a few.
+                False sends all rows around the ring, from neighbour to neighbour.
         """
         grad_size = statistics_itemsize(itemsize) // itemsize if backward else 0
         if (grad_size, few_hops) not in self._travels:

@@ -228,7 +228,7 @@ class TrainingState(ABC):
         return loss
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of one micro-batch. The last backward of a step reduces the gradients over the ranks.
+        """Add the gradient of one micro-batch. After a step's last backward, all gradients are reduced over the ranks.
 
         Args:
             loss: one number, from :meth:`loss`. On every rank it must depend on the model's output. A rank without
@@ -484,7 +484,8 @@ class TrainingState(ABC):
         Raises:
             ValueError: ``path`` is a folder that is not a checkpoint or a special file, or the optimizer has settings
                 that could not be loaded again.
-            RuntimeError: rank 0 could not write the checkpoint. Its OSError is in the message. Rank 0 raises it.
+            OSError, RuntimeError: rank 0 could not write the checkpoint. It raises the OSError; the other ranks raise a
+                RuntimeError with its message.
             RingMismatchError, RingPeerError: a rank makes another call, or is gone.
         """
         self._agree_on_path("save", path)

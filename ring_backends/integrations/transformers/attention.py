@@ -344,7 +344,7 @@ def check_config(config: Any) -> None:
 def describe(model: nn.Module) -> str:
     """What each attention layer of a model on a ring computes, a line for each kind of layer.
 
-    It is known from the probe of ``use_ring`` and ``attach`` on, or from the first call of the model.
+    Call it after ``use_ring`` or ``attach`` has probed the model, or after the model's first call.
 
     Raises:
         ValueError: no layer of the model has been called with an attention of a ring.
