@@ -55,17 +55,26 @@ class Clock:
 
     def once(self, call: Callable[..., Any], setup: Callable[[], Any] | None = None) -> Callable[[], float]:
         """Call once, and return a function that returns the seconds that the call took."""
-        arguments = () if setup is None else (setup(),)
         if self.device.type != "cuda":
-            started = time.perf_counter()
-            call(*arguments)
-            seconds = time.perf_counter() - started
-            return lambda: seconds
+            return self._once_on_host(call, setup)
+        arguments = () if setup is None else (setup(),)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         call(*arguments)
         end.record()
         return lambda: _seconds_between(begin, end)
+
+    def host_seconds(self, call: Callable[..., Any], setup: Callable[[], Any] | None = None) -> float:
+        """Median seconds until ``call`` returns. A GPU, which is idle before, may only have begun by then."""
+        return self.median(lambda: self._once_on_host(call, setup))
+
+    def _once_on_host(self, call: Callable[..., Any], setup: Callable[[], Any] | None) -> Callable[[], float]:
+        arguments = () if setup is None else (setup(),)
+        synchronize(self.device)
+        started = time.perf_counter()
+        call(*arguments)
+        seconds = time.perf_counter() - started
+        return lambda: seconds
 
     def peak_bytes(self, call: Callable[[], Any]) -> int:
         """The peak memory while ``call`` runs, including what exists before."""

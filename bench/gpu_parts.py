@@ -185,12 +185,17 @@ def _replayed(clock: Clock, case: Case, rank: int) -> dict[str, Any]:
     found = _measured(clock, replay.forward, replay.backward)
     out = replay.forward()
     calls = {"forward": replay.forward, "backward": lambda: replay.backward(out)}
+    host = {
+        "forward": clock.host_seconds(replay.forward),
+        "backward": clock.host_seconds(replay.backward, replay.forward),
+    }
     rows: dict[str, Any] = {"peak_bytes": found["peak_bytes"]}
     for direction, call in calls.items():
         tiles = replay.num_tiles(backward=direction == "backward")
         flops, seconds = replay.flops(backward=direction == "backward"), found[direction]
         rows[direction] = {
             "ms": seconds * 1e3,
+            "host_ms": host[direction] * 1e3,
             "tiles": tiles,
             "us_per_tile": seconds / tiles * 1e6,
             "TFLOPs": flops / seconds / 1e12,

@@ -152,6 +152,7 @@ def test_ring_ranks() -> None:
     assert [(row["tokens"], row["ranks"]) for row in rows[::2]] == [*itertools.product((256, 2048), (2, 4))]
     for row in rows:
         assert row["us_per_tile"] == pytest.approx(row["ms"] * 1e3 / row["tiles"])
+        assert row["host_ms"] > 0
         assert row["idle_share"] is None
 
 
