@@ -14,7 +14,7 @@ A custom policy can save the operators that :func:`attention_operators` returns.
 
 A policy decides for each operator whether to save its result. Outside of compiled graphs, every attention call is one
 operator, ``ring_backends::attend``. In a compiled graph, ``ring_backends::attend_forward`` returns the result on one
-device, and ``ring_backends::ring_forward`` on a ring (:mod:`ring_backends.engine.compiled`).
+device without dropout, and else ``ring_backends::ring_forward`` (:mod:`ring_backends.engine.compiled`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 class AdapterUnavailableError(ImportError):
-    """An adapter's framework is not installed, or cannot run here. The message says why, and what to install."""
+    """A framework or library is not installed, cannot run here, or has an unsupported release. The message says why."""
 
 
 class RingMismatchError(RuntimeError):
@@ -19,7 +19,7 @@ class RingMismatchError(RuntimeError):
 
 
 class RingPeerError(RuntimeError):
-    """A rank of the ring died, stalled past the timeout, or left.
+    """A rank of the ring died, stalled past the timeout, left, or raised an error in the call.
 
     For a hop of attention, the message names the step, and the ranks from which and to which this rank was
     transferring.

@@ -85,7 +85,9 @@ def join_ring(
     *,
     connect: Callable[..., Ring] = connect,
 ) -> Ring:
-    """Join a ring. This is ``initialize`` of every adapter; every rank of the ring makes the call.
+    """Join a ring. This is ``initialize`` of every adapter. Every rank of the ring makes the call.
+
+    If torch.distributed is not initialized yet, or with ``"auto"`` or ``"topology"``, every rank of the world makes it.
 
     Args:
         adapter: the adapter's name in the registry.
@@ -95,8 +97,8 @@ def join_ring(
             size that fits.
         layout: how a sequence is distributed over the ring, ``"contiguous"`` or ``"zigzag"``.
         group: an existing process group, or one axis of a DeviceMesh, whose ranks become the ring.
-        timeout: the longest time from a call's first wait for a peer until it returns or raises, in seconds or as a
-            timedelta. Start-up may take ``timeout`` or 300 s, whichever is longer.
+        timeout: the longest time from the beginning of a call to the end of its last wait for a peer, in seconds or as
+            a timedelta. Start-up may take ``timeout`` or 300 s, whichever is longer.
         ring_order: the order in which the ranks are cut into rings. ``"rank"`` is ascending order. ``"topology"`` makes
             the ranks of one host neighbours. A host is identified by its name. The environment variable
             RING_BACKENDS_HOST overrides the name. ``"topology"`` is not allowed with ``group``.

@@ -123,12 +123,11 @@ class RingCost:
 
     @cached_property
     def communication_bytes(self) -> int:
-        """Estimated bytes in one rank's wire buffers.
+        """Estimated bytes of the buffers from which one rank sends and into which it receives.
 
-        At most three hops of K and V and three hops of dK and dV that go around are in memory. The planner cuts hops
-        until they take at most ``communication_share`` of :attr:`tensor_bytes`. No part is smaller than
-        ``min_hop_bytes``, so hops below twice that size stay whole (``schedule/limits.py``). The buffers of spread
-        branches come in addition.
+        At most three hops of K and V and three of dK and dV are in memory. Large hops are cut
+        (:mod:`ring_backends.schedule.limits`). The rows of sparse branches, which arrive in few hops, have buffers of
+        their own.
         """
         travel, row = self._travel(backward=True), self.batch * self.head_dim
         around = 6 * travel.max_rows_in_flight * row * (self.itemsize + self._statistics_itemsize)

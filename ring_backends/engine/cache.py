@@ -97,7 +97,7 @@ class KeyValueCache:
         max_len: the largest length of the sequence; None if it may grow without limit.
         seq_len: length of the sequence so far, over all ranks.
         begin: the position from which on all tokens are kept.
-        key, value: [batch, key/value heads, capacity, …], this rank's rows; None before the prefill.
+        key, value: [batch, key/value heads, capacity, …], this rank's rows; None before the first call.
         ignored: bool [batch, 1, capacity], True where a key is ignored; None without a key padding mask.
         owner: the module whose keys these are; None before the first call.
         edits: a checksum of the calls of ``truncate`` and ``select_batch``, which must be the same on all ranks.

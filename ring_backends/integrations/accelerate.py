@@ -66,8 +66,8 @@ def attach(
             configuration says, on all ranks.
         ring_size: number of processes per ring. None is the size of the cp axis, or all processes without one.
         layout: ``"contiguous"`` or ``"zigzag"``.
-        timeout: the longest time from a call's first wait for a peer until it returns or raises, in seconds or as a
-            timedelta.
+        timeout: the longest time from the beginning of a call to the end of its last wait for a peer, in seconds or as
+            a timedelta.
         probe: as in :func:`~ring_backends.integrations.transformers.use_ring`.
         options: of the attention, such as ``window_lengths`` and ``kernel``
             (:class:`~ring_backends.RingDilatedAttention`).

@@ -295,7 +295,7 @@ class RingDilated(ParallelStyle):
         layout: how the sequence is distributed over the axis, ``"contiguous"`` or ``"zigzag"``. PyTorch's
             ``context_parallel`` uses the zigzag layout.
         backend: name of the adapter that makes the ring.
-        timeout: the longest time from a call's first wait for a peer until it returns or raises.
+        timeout: the longest time from the beginning of a call to the end of its last wait for a peer.
         seq_dim: the sequence dimension of an inner attention's query, key and value: 2 for [batch, heads, local seq,
             head_dim], 1 for [batch, local seq, heads, head_dim].
         is_causal: whether a query sees only keys at or before its own position, in every call. None takes it from the

@@ -1,7 +1,7 @@
 """Computes one tile, forward and backward: kernels, gathering and scattering of rows, merging, documents, dropout.
 
 Every kernel implements the same interface. A kernel itself gives the reasons why it cannot run a call. This package
-does not choose the tiles of a rank, and does not communicate. It imports ``schedule``.
+does not choose the tiles of a rank, and does not communicate.
 """
 
 from __future__ import annotations

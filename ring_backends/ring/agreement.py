@@ -83,7 +83,7 @@ class Agreement:
     Args:
         store: shared by the ranks of this ring only.
         rank, size: ring rank and ring size.
-        timeout: the longest time from a call's first wait for a peer until it returns or raises.
+        timeout: the longest time from the beginning of a call to the end of its last wait for a peer.
         abort: closes the ring's connections, which ends the waits of peers for this rank. Over NCCL it also ends hops
             on streams.
         has_error: whether the transport knows that a hop on a stream cannot end.

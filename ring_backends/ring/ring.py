@@ -57,7 +57,7 @@ class Ring:
         layout_kind: ``"contiguous"`` or ``"zigzag"``.
         group: the ring's own process group; None in a ring of one.
         agreement: checks that all ranks make the same calls; None in a ring of one.
-        timeout: the longest time from a call's first wait for a peer until it returns or raises.
+        timeout: the longest time from the beginning of a call to the end of its last wait for a peer.
         traffic: what this rank has sent. All layouts of the ring share it.
         adapter: name in the registry of the adapter whose ``initialize`` made the ring.
     """

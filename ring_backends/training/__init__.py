@@ -1,7 +1,7 @@
 """Training over data × ring: a loss whose gradient is exact, optimizer steps and training checkpoints.
 
 Every adapter's ``parallelize`` returns a :class:`TrainingState`. Each framework has a subclass. This package does not
-depend on attention. It imports ``ring``, ``schedule`` and ``errors``.
+depend on attention.
 """
 
 from __future__ import annotations

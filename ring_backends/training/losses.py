@@ -45,7 +45,8 @@ def chunked_cross_entropy(
         label_smoothing: as in :func:`torch.nn.functional.cross_entropy`.
 
     Returns:
-        A scalar in fp32 (fp64 if the logits are). Pass it to ``TrainingState.loss``, with the number of labels.
+        A scalar in fp32 (fp64 if the logits are). Pass it to ``TrainingState.loss``, with the number of labels
+        that are not ``ignore_index``.
 
     Raises:
         ValueError: ``labels`` and ``rows`` have different shapes, or ``chunk_rows`` is below 1.
