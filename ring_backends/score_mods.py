@@ -79,8 +79,8 @@ def distance(coords: Tensor, slopes: Tensor) -> ScoreMod:
 
     Args:
         coords: float [batch, n, 2], the place of each tile of the whole sequence, on every rank.
-        slopes: float [heads], the factor of each query head; for example 2^(−8 · 1/H), 2^(−8 · 2/H), … over the
-            distance of neighbouring tiles.
+        slopes: float [heads], the factor of each query head; for example 2^(−8 · 1/H), 2^(−8 · 2/H), …, each divided
+            by the distance of neighbouring tiles.
 
     Raises:
         ValueError, TypeError: a tensor has another shape or dtype, or requires a gradient.

@@ -275,9 +275,9 @@ class RingDilated(ParallelStyle):
     The module is one of these:
 
     - an *inner attention*: a module without parameters whose forward begins with query, key and value, such as a module
-      around ``scaled_dot_product_attention``. Its arguments ``is_causal``, ``scale`` and ``enable_gqa`` keep their
-      meaning. A call may also pass ``key_padding_mask``, ``document_ids``, ``dropout_seed`` and ``score_mod`` of
-      :class:`~ring_backends.RingDilatedAttention`.
+      around ``scaled_dot_product_attention``. Its arguments ``is_causal`` and ``enable_gqa`` keep their meaning;
+      ``scale`` must be None or that of the style. A call may also pass ``key_padding_mask``, ``document_ids``,
+      ``dropout_seed`` and ``score_mod`` of :class:`~ring_backends.RingDilatedAttention`.
     - ``torch.nn.MultiheadAttention``, for self-attention with ``need_weights=False``.
     - a :class:`~ring_backends.RingDilatedAttention` or a
       :class:`~ring_backends.multihead.RingDilatedMultiheadAttention` that was made without a ring. It has a pattern and
@@ -481,8 +481,8 @@ class InnerAttentionOnRing(_OnRing):
         Args:
             args, kwargs: as in the module's own forward: query, key and value, [batch, heads, local seq, head_dim] with
                 ``seq_dim=2`` and [batch, local seq, heads, head_dim] with ``seq_dim=1``; then ``is_causal``, ``scale``
-                and ``enable_gqa``. Other arguments must be None, False or 0. ``key_padding_mask``, ``document_ids`` and
-                ``dropout_seed`` are those of :class:`~ring_backends.RingDilatedAttention`.
+                and ``enable_gqa``. Other arguments must be None, False or 0. ``key_padding_mask``, ``document_ids``,
+                ``dropout_seed`` and ``score_mod`` are those of :class:`~ring_backends.RingDilatedAttention`.
 
         Returns:
             This rank's rows of the output, in the order of query. They are as wide as value.

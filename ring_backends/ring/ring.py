@@ -53,7 +53,7 @@ class Ring:
         size, rank: ring size and ring rank.
         data_size, data_rank: number of rings in the world, and the index of this one.
         ranks: the global rank of every ring rank. The ring's process group has the same order.
-        order: the global ranks of all rings, ring after ring; empty if unknown, as with ``group``.
+        order: the global ranks of all rings, ring after ring; empty if unknown, as after ``initialize(group=…)``.
         layout_kind: ``"contiguous"`` or ``"zigzag"``.
         group: the ring's own process group; None in a ring of one.
         agreement: checks that all ranks make the same calls; None in a ring of one.

@@ -6,8 +6,8 @@ tokens of the whole step, and multiplies it by the number by which the framework
 measured once, with the framework's own reducer.
 
 A gradient reducer assumes that all ranks make the same calls in the same order, so the ranks check it before each
-collective of the framework. If the call comes after the same one as in the step before, nothing is compared; otherwise
-the rank compares it with the other ranks first. So a rank that leaves the usual sequence waits for a comparison while
+collective of the framework. If a call follows the same call as in the step before, nothing is compared; otherwise the
+rank first compares it with the other ranks. So a rank that leaves the usual sequence waits for a comparison while
 the others wait in the framework's collective, and all of them raise RingMismatchError.
 
 Fields that change in each step, such as learning rates and numbers of tokens, are compared with the number of tokens
@@ -237,7 +237,7 @@ class TrainingState(ABC):
         Raises:
             ValueError, TypeError: ``loss`` is not one number, or depends on no parameter.
             RuntimeError: all backward calls of the step have been made, or ``requires_grad`` of a parameter has changed
-                since ``parallelize``.
+                since ``parallelize`` (``fsdp`` allows this).
             RingMismatchError: the ranks are in different steps or micro-batches, pass different ``step_token_count``,
                 or their losses depend on different parts of the model and the framework cannot reduce that.
             RingPeerError: a rank does not make the call, or raised an error in it.

@@ -55,8 +55,10 @@ def shard_inputs(
         Keyword arguments: the local rows of these tensors, ``position_ids``, ``document_ids`` for packed sequences,
         ``row_numbers`` (the number of each row in its document), ``leading_padding`` if a sequence begins with padding,
         ``has_padding`` (whether any token of the batch is padding), ``seq_len``, and what the layers need to check that
-        the rows are those of their ring. A loss that the model itself computes is the mean over this rank's labels. For
-        the gradient of the mean over all labels pass a sum to ``state.loss``.
+        the rows are those of their ring. With ``next_token_labels``, ``labels`` and ``shift_labels`` both have the
+        label of
+        the next token in each row: do not shift them again. A loss that the model itself computes is the mean over this
+        rank's labels. For the gradient of the mean over all labels pass a sum to ``state.loss``.
 
     Raises:
         ValueError: the length of a tensor differs from that of ``input_ids``; ``position_ids`` are not those of packed
