@@ -1,7 +1,8 @@
-"""Measures one step of decoding against caches of 8,192 to 1,048,576 tokens: `torchrun … bench/decoding.py --help`.
+"""Measures one step of decoding after 8,192 to 1,000,000 tokens: `torchrun … bench/decoding.py --help`.
 
-A step attends from one new token, in one layer. The caches hold random keys and values. `SDPA` is
-scaled_dot_product_attention over all earlier tokens, without dilation, on one device.
+A step attends from one new token, in one layer. The earlier keys and values are random. A cache holds those that later
+queries see: at most one segment of the longest branch. `SDPA` is scaled_dot_product_attention over all earlier tokens,
+without dilation, on one device.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def main(
-    contexts: Annotated[str, typer.Option(help="Lengths of the caches, in tokens.")] = "8192,65536,1048576",
+    contexts: Annotated[str, typer.Option(help="Numbers of earlier tokens.")] = "8192,65536,1000000",
     dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "bf16",
     steps: Annotated[int, typer.Option(min=1, help="Steps per measurement; the median counts.")] = 200,
     layout: Annotated[str, typer.Option(help="contiguous or zigzag.")] = "contiguous",

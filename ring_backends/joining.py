@@ -88,6 +88,7 @@ def join_ring(
     """Join a ring. This is ``initialize`` of every adapter. Every rank of the ring makes the call.
 
     If torch.distributed is not initialized yet, or with ``"auto"`` or ``"topology"``, every rank of the world makes it.
+    In a process that no launcher has started, the ring has one rank.
 
     Args:
         adapter: the adapter's name in the registry.

@@ -5,8 +5,8 @@ FSDP's parameter collectives (:mod:`ring_backends.adapters.fsdp.ring_pass`). In 
 hops is one operator, so the block stays one graph (:mod:`ring_backends.engine.compiled`).
 
 Gradients are always reduced over data × ring. Parameters are sharded over all of it, or with ``strategy="hsdp"`` within
-each group of ring size ranks. If gradients were reduced over the data axis alone, every ring rank would keep the
-gradient of its own part of the sequence, and the replicas would drift apart without an error. Do not call
+groups of as many ranks as a ring has. If gradients were reduced over the data axis alone, every ring rank would keep
+the gradient of its own part of the sequence, and the replicas would drift apart without an error. Do not call
 ``set_gradient_divide_factor``: the reducer's divisor is measured once, and ``state.loss`` multiplies by it.
 """
 
@@ -122,8 +122,8 @@ def parallelize(
         max_grad_norm: clip the norm of the whole gradient, over all shards, to this before each step.
         accumulation_steps: backward calls per step; only the last one reduces.
         strategy: ``"fsdp2"`` shards with ``fully_shard`` over all ranks. ``"hsdp"`` shards with ``fully_shard`` over
-            groups of ring size ranks; each group holds one replica. ``"fsdp1"`` uses FullyShardedDataParallel. Its
-            parameters are flat, so ``make_optimizer`` cannot group them by shape.
+            groups of as many ranks as a ring has; each group holds one replica. ``"fsdp1"`` uses
+            FullyShardedDataParallel. Its parameters are flat, so ``make_optimizer`` cannot group them by shape.
         mixed_precision: torch.bfloat16 or torch.float16 runs forward and backward in this dtype. Gradients are reduced
             in fp32, and the optimizer updates the parameters in their own dtype. The model's inputs keep their dtype,
             and a call with fp32 inputs runs under autocast (:mod:`ring_backends.adapters.fsdp.precision`). With

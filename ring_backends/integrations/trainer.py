@@ -81,7 +81,7 @@ def attach(
 ) -> Ring:
     """Put a Trainer and its model on rings. Every process makes this call, after ``Trainer(…)`` and before ``train()``.
 
-    Training, evaluation, prediction, saving and resuming then work as on one device with ``ring.data_size`` processes.
+    Training, evaluation, prediction, saving and resuming then work as without a ring, on ``ring.data_size`` processes.
     A batch of the Trainer is one batch per ring: ``per_device_train_batch_size`` is the number of sequences per ring.
     ``predict`` returns whole sequences. ``compute_loss_func`` gets the whole logits on every rank.
 

@@ -201,6 +201,8 @@ class TrainingState(ABC):
     ) -> Tensor:
         """The loss for :meth:`backward`. Its reduced gradient is that of the mean over all valid tokens.
 
+        It is not the mean loss. For that, add up loss sums and token counts over all ranks, and divide.
+
         Args:
             local_loss_sum: scalar, the sum of the losses of this rank's valid tokens.
             local_token_count: the number of those tokens; with weighted losses, the sum of the weights.

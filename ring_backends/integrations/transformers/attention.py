@@ -236,11 +236,11 @@ def register(attention: RingDilatedAttention | Ring, name: str = "ring_dilated",
 
     Every layer computes its own attention as the model configures it: causal or not, with a sliding window, chunks, a
     scale, a soft cap, sinks, grouped key/value heads, values of another width and attention dropout. The pattern of
-    ``attention`` takes the place of full attention only. Padding masks and packed sequences are supported. The forward
-    raises an error that names the option for other masks, biases of scores, returned attention weights, cross-attention
-    and key/value caches. On a ring of several ranks, it also raises an error for layers that mix positions in other
-    ways (convolutions, states), for encoder-decoders, and for rotary embeddings that depend on the length (dynamic,
-    longrope).
+    ``attention`` takes the place of full attention only. Padding masks and packed sequences are supported. For other
+    masks, biases of scores, returned attention weights, cross-attention and key/value caches, the forward raises an
+    error that names the option. On a ring of several ranks, it also raises an error for layers that mix positions in
+    other ways (convolutions, states), for encoder-decoders, and for rotary embeddings that depend on the length
+    (dynamic, longrope).
 
     Args:
         attention: a RingDilatedAttention of any adapter; or a ring, and full attention stays as it is. Every layer of a
