@@ -9,9 +9,9 @@ one run needs two kinds of seeds:
   ``torch.manual_seed(rank_seed(seed, ring))`` after the model is built. With equal seeds the ranks would drop the same
   units at the n-th token of every shard.
 
-For attention dropout, pass a ``dropout_seed`` to the call of attention, for example the step number. If every rank of a
-ring passes the same seed, the dropped weights do not depend on the ring size. Without a ``dropout_seed``, each rank
-draws one from torch's CPU generator.
+For attention dropout, pass a ``dropout_seed`` to the call of attention, for example a number made of step and layer, so
+that each layer has another seed. If every rank of a ring passes the same seed, the dropped weights do not depend on the
+ring size. Without a ``dropout_seed``, each rank draws one from torch's CPU generator.
 
 :func:`document_ids` numbers the documents of a packed sequence.
 """
