@@ -87,8 +87,11 @@ def join_ring(
 ) -> Ring:
     """Join a ring. This is ``initialize`` of every adapter. Every rank of the ring makes the call.
 
-    If torch.distributed is not initialized yet, or with ``"auto"`` or ``"topology"``, every rank of the world makes it.
-    In a process that no launcher has started, the ring has one rank.
+    If torch.distributed is not initialized yet, the call initializes it from the launcher's environment: with gloo for
+    CPU tensors, and with NCCL for CUDA tensors if every rank of the host has a GPU of its own. This GPU, number
+    ``LOCAL_RANK``, then becomes the current device. Such a call, and one with ``"auto"`` or ``"topology"``, is made by
+    every rank of the world. In a process that no launcher has started, the ring has one rank. Tensors stay where they
+    are: move the model and this rank's rows to the GPU yourself.
 
     Args:
         adapter: the adapter's name in the registry.

@@ -44,8 +44,8 @@ def shard_inputs(
         next_token_labels: whether the label of a token is the next token, as in causal models. The labels are then
             shifted before sharding, since the last label of a shard is on the next rank. False for masked language
             models.
-        position_ids: int64 [batch, seq], where each packed document starts again at ``first_position``. Padding may
-            have any others. None for one document per batch entry. DataCollatorWithFlattening makes them.
+        position_ids: int64 [batch, seq], which start again at ``first_position`` in each packed document, as those of
+            DataCollatorWithFlattening do. The ids of padding do not matter. None means one document per batch entry.
         first_position: position id of the first token; ``pad_token_id + 1`` for RoBERTa and similar models.
         others: other tensors [batch, seq, …], such as token_type_ids; or other arguments that mark packed documents:
             ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int [documents + 1], 0 and the end of each document; ``seq_idx``,
@@ -55,10 +55,9 @@ def shard_inputs(
         Keyword arguments: the local rows of these tensors, ``position_ids``, ``document_ids`` for packed sequences,
         ``row_numbers`` (the number of each row in its document), ``leading_padding`` if a sequence begins with padding,
         ``has_padding`` (whether any token of the batch is padding), ``seq_len``, and what the layers need to check that
-        the rows are those of their ring. With ``next_token_labels``, ``labels`` and ``shift_labels`` both have the
-        label of
-        the next token in each row: do not shift them again. A loss that the model itself computes is the mean over this
-        rank's labels. For the gradient of the mean over all labels pass a sum to ``state.loss``.
+        the rows are those of their ring. With ``next_token_labels``, ``labels`` and ``shift_labels`` both hold the
+        label of the next token in each row: do not shift them again. A loss that the model itself computes is the mean
+        over this rank's labels. For the gradient of the mean over all labels pass a sum to ``state.loss``.
 
     Raises:
         ValueError: the length of a tensor differs from that of ``input_ids``; ``position_ids`` are not those of packed
