@@ -53,13 +53,13 @@ def measure(ring: Ring, context: int, dtype: torch.dtype, steps: int) -> Row:
     cache.fill(*(torch.randn(1, local_len, HEADS, HEAD_DIM, dtype=dtype) for _ in range(2)), None, context)
     new = [torch.randn(1, 1, HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(0)).to(dtype) for _ in range(3)]
     seconds = timed(lambda: module.decode(*new, cache), steps)
-    slowest = max(number for (number,) in agree(ring, "decoding", None, [seconds]))
+    slowest, most_bytes = map(max, zip(*agree(ring, "decoding", None, [seconds, cache.nbytes]), strict=True))
     row: Row = {
         "context": context,
         "ring_size": ring.size,
         "ms_per_token": 1e3 * slowest,
         "tokens_per_second": 1 / slowest,
-        "cache_mib_per_rank": cache.nbytes / 2**20,
+        "cache_mib_per_rank": most_bytes / 2**20,
     }
     if ring.size == 1:
         query = new[0].transpose(1, 2)

@@ -84,10 +84,10 @@ class KeyValueCache:
     """This rank's keys and values of one attention module. ``attention.new_cache()`` makes it.
 
     ``attention.prefill`` fills it with a prompt, and ``attention.decode`` adds tokens. Every rank of the ring makes the
-    same calls. A rank holds about 1 / ring size of the rows, except after :meth:`truncate` has cut a prompt, because
-    the rows that are left of it stay on their ranks.
+    same calls. A rank keeps its own rows of the prompt, and 1 / ring size of the later tokens.
 
-    A prefill keeps only the rows that later queries see. ``decode`` also keeps those that its own queries see, so that
+    A prefill keeps only the rows that later queries see. If segments or windows are short, these lie at the end of the
+    prompt, so the ranks that have it hold most of them. ``decode`` also keeps those that its own queries see, so that
     :meth:`truncate` can remove its tokens again. Without ``max_len``, the memory is for at most twice the largest
     number of rows that were kept.
 
