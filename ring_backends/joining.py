@@ -89,9 +89,9 @@ def join_ring(
 
     If torch.distributed is not initialized yet, the call initializes it from the launcher's environment: with gloo for
     CPU tensors, and with NCCL for CUDA tensors if every rank of the host has a GPU of its own. This GPU, number
-    ``LOCAL_RANK``, then becomes the current device. Such a call, and one with ``"auto"`` or ``"topology"``, is made by
-    every rank of the world. In a process that no launcher has started, the ring has one rank. Tensors stay where they
-    are: move the model and this rank's rows to the GPU yourself.
+    ``LOCAL_RANK``, then becomes the current device. Every rank of the world must make a call that initializes
+    torch.distributed, and a call with ``"auto"`` or ``"topology"``. In a process that no launcher has started, the ring
+    has one rank. Tensors stay where they are: move the model and this rank's rows to the GPU yourself.
 
     Args:
         adapter: the adapter's name in the registry.
