@@ -112,11 +112,14 @@ def _bare(clock: Clock, case: Case) -> dict[str, Any]:
 
 
 def _measured(clock: Clock, forward: Callable[[], Any], backward: Callable[[Any], Any]) -> dict[str, Any]:
-    return {
-        "forward": clock.seconds(forward),
-        "backward": clock.seconds(backward, forward),
-        "peak_bytes": clock.peak_bytes(lambda: backward(forward())),
-    }
+    found: dict[str, Any] = _by_direction(clock.seconds, forward, backward)
+    return found | {"peak_bytes": clock.peak_bytes(lambda: backward(forward()))}
+
+
+def _by_direction(
+    seconds: Callable[..., float], forward: Callable[[], Any], backward: Callable[[Any], Any]
+) -> dict[str, float]:
+    return {"forward": seconds(forward), "backward": seconds(backward, forward)}
 
 
 def _described(case: Case) -> Row:
@@ -185,10 +188,7 @@ def _replayed(clock: Clock, case: Case, rank: int) -> dict[str, Any]:
     found = _measured(clock, replay.forward, replay.backward)
     out = replay.forward()
     calls = {"forward": replay.forward, "backward": lambda: replay.backward(out)}
-    host = {
-        "forward": clock.host_seconds(replay.forward),
-        "backward": clock.host_seconds(replay.backward, replay.forward),
-    }
+    host = _by_direction(clock.host_seconds, replay.forward, replay.backward)
     rows: dict[str, Any] = {"peak_bytes": found["peak_bytes"]}
     for direction, call in calls.items():
         tiles = replay.num_tiles(backward=direction == "backward")

@@ -84,5 +84,5 @@ class Call:
 
     @property
     def digest(self) -> str:
-        """A hash of the position, to compare calls of the same number. Made anew each time, since few are asked for."""
+        """A hash of the position, to compare calls of the same number. Made anew each time: only long waits need it."""
         return hashlib.blake2b(json.dumps(self.position).encode(), digest_size=6).hexdigest()

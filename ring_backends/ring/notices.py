@@ -49,7 +49,7 @@ class Notices:
     _published: deque[str] = field(default_factory=deque)
     _refused: dict[int, str] = field(default_factory=dict)
     _store_is_lost: bool = False
-    _newest_shown: str = ""
+    _newest_shown: int | None = None
 
     @property
     def _patience(self) -> float:
@@ -180,17 +180,16 @@ class Notices:
 
     def _differs_from_rank0(self, latest: Sequence[Call]) -> bool:
         """Rank 0 publishes digests of its latest calls when it waits long, and the other ranks compare theirs."""
-        digests = {str(call.number): call.digest for call in latest}
         if self.rank == 0:
-            newest = max(digests, key=int, default="")
+            newest = latest[-1].number if latest else None
             if newest != self._newest_shown:
-                self.store.set("calls of rank 0", json.dumps(digests))
+                self.store.set("calls of rank 0", json.dumps({call.number: call.digest for call in latest}))
                 self._newest_shown = newest
             return False
         if not self.store.check(["calls of rank 0"]):
             return False
         shown = json.loads(self.store.get("calls of rank 0"))
-        return any(shown.get(number, digest) != digest for number, digest in digests.items())
+        return any(shown[number] != call.digest for call in latest if (number := str(call.number)) in shown)
 
     def _refused_by(self, numbers: Collection[str], rank: int | None = None) -> list[str]:
         """Those of the calls ``numbers`` that another rank, or ``rank``, has refused."""
