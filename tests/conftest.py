@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import Counter
 from pathlib import Path
@@ -20,11 +21,18 @@ pytest_plugins = ["ring_backends.testing.plugin", "pytester"]
 FRAMEWORKS = ("fsdp", "deepspeed", "fairscale")
 
 
+def _frameworks(text: str) -> list[str]:
+    if unknown := {*text.split(",")} - {"none", *FRAMEWORKS}:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: choose from none, {', '.join(FRAMEWORKS)}")
+    return text.split(",")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--framework",
-        choices=("none", *FRAMEWORKS),
-        help="collect only the files test_FRAMEWORK*.py; none: collect all other files",
+        type=_frameworks,
+        metavar="NAMES",
+        help=f"collect only the files test_NAME*.py of {', '.join(FRAMEWORKS)}; none: all other files",
     )
 
 
@@ -33,7 +41,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if chosen is None or collection_path.is_dir():
         return None
     own = next((name for name in FRAMEWORKS if collection_path.name.startswith(f"test_{name}")), "none")
-    return True if own != chosen else None
+    return True if own not in chosen else None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

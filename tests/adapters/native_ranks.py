@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -16,13 +16,12 @@ from ring_backends.testing.world import World
 ADAPTER = "ring_backends.adapters.native"
 
 
-def world_of(size: int, *preload: str, **options: Any) -> Any:
-    """A fixture: a world of ``size`` ranks, which the tests of one file share. ``options`` are of World."""
+def world_of(size: int) -> Any:
+    """A fixture: the session's world of ``size`` ranks, by the name that a test module gives it."""
 
-    @pytest.fixture(scope="module")
-    def ranks() -> Iterator[World]:
-        with World(size, preload=preload, **options) as world:
-            yield world
+    @pytest.fixture(scope="session")
+    def ranks(worlds: Callable[[int], World]) -> World:
+        return worlds(size)
 
     return ranks
 

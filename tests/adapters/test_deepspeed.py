@@ -21,7 +21,7 @@ from ring_backends.testing.failing_calls import ending
 from ring_backends.testing.marks import MORE_CASES
 from ring_backends.testing.rings import FOUR, ring_here, ring_of
 from ring_backends.testing.strategies import AttentionCase
-from ring_backends.testing.suite import AdapterTests, AllTrainingTests
+from ring_backends.testing.suite import EVERY_ADAPTER, AdapterTests, AllTrainingTests
 from ring_backends.testing.traffic import planned_hops
 from ring_backends.testing.training_checkpoints import Intruder, sign
 from ring_backends.testing.world import World, on_every_rank
@@ -34,19 +34,18 @@ from deepspeed_cases import ADAPTER, HOPS, WITHOUT, parallelize_here, zero
 class TestDeepSpeed(AdapterTests):
     adapter = ADAPTER
     core_in_matrix = True
+    quick = EVERY_ADAPTER
     without = WITHOUT
 
 
 ONE_GRADIENT = "test_gradients_are_those_of_the_whole_batch[zigzag-2x2-torch.float32]"
-OTHER_PARAMETERS = [f"test_ranks_may_use_different_parameters[{number}-two shapes]" for number in ("one", "two")]
-OTHER_ORDER = "test_gradients_may_be_computed_in_another_order"
 
 
 class TestZeRO1(AllTrainingTests):
     adapter = ADAPTER
     without = WITHOUT
     framework_options = MappingProxyType(zero(1))
-    quick = (ONE_GRADIENT, *OTHER_PARAMETERS, OTHER_ORDER)
+    quick, more_cases = (ONE_GRADIENT,), False
 
 
 class TestZeRO2(TestZeRO1):
@@ -59,12 +58,7 @@ class TestZeRO3(AllTrainingTests):
         {**WITHOUT, "parameters of some ranks": "ZeRO 3 gathers a module's parameters from all ranks when it is called"}
     )
     framework_options = MappingProxyType(zero(3))
-    quick = (
-        ONE_GRADIENT,
-        OTHER_PARAMETERS[0],
-        "test_replicas_stay_the_same[1x4-torch.float32-momentum]",
-        "test_no_rank_uses_a_parameter[full steps]",
-    )
+    quick, more_cases = (ONE_GRADIENT,), False
 
 
 def count_hops(layout: LayoutKind, case: AttentionCase) -> tuple[int, int, int, int, int]:

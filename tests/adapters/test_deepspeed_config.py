@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ring_backends.testing.failing_calls import ending
+from ring_backends.testing.marks import THOROUGH
 from ring_backends.testing.models import OneParameter
 from ring_backends.testing.world import on_every_rank
 
@@ -57,6 +58,7 @@ def test_a_config_that_is_no_dict_is_refused() -> None:
     ending(parallelize_here, {"config": "ds_config.json"}).check(TypeError, "config = 'ds_config.json'")
 
 
+@THOROUGH
 @pytest.mark.parametrize("name", BAD_MODELS)
 @on_every_rank
 def test_models_that_deepspeed_cannot_train_are_refused_by_name(name: str) -> None:
@@ -64,6 +66,7 @@ def test_models_that_deepspeed_cannot_train_are_refused_by_name(name: str) -> No
     ending(parallelize_here, options, model).check(ValueError, *texts)
 
 
+@THOROUGH
 @on_every_rank
 def test_the_users_config_passes_through_unchanged() -> None:
     config = {"zero_optimization": {"stage": 1, **SMALL_BUFFERS}}
@@ -73,6 +76,7 @@ def test_the_users_config_passes_through_unchanged() -> None:
     assert state.model.zero_optimization_stage() == 1
 
 
+@THOROUGH
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize(
     "mesh",

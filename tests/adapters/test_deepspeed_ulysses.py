@@ -21,7 +21,7 @@ from ring_backends.ring.topology import HOST_VARIABLE
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import local_call
 from ring_backends.testing.failing_calls import ending
-from ring_backends.testing.marks import MORE_CASES, matrix_but
+from ring_backends.testing.marks import MORE_CASES, THOROUGH, matrix_but
 from ring_backends.testing.rings import BY_HOSTS, rows_of_ranks
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.training_runs import check_moves
@@ -110,6 +110,7 @@ class TestUlysses:
         assert ring.hop_ring.ranks == hop_ring, ring.hop_ring
         assert ring.traffic.messages == len(hop_ring) - 1, ring.traffic
 
+    @THOROUGH
     @pytest.mark.parametrize("stage", matrix_but(3, of=range(4)))
     @on_every_rank
     def test_training(self, stage: int) -> None:

@@ -19,9 +19,10 @@ from fairscale_cases import ADAPTER, CASE
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.testing.calls import local_call
 from ring_backends.testing.failing_calls import ending
+from ring_backends.testing.marks import THOROUGH
 from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, ring_here, ring_of
 from ring_backends.testing.strategies import AttentionCase
-from ring_backends.testing.suite import AdapterTests
+from ring_backends.testing.suite import EVERY_ADAPTER, AdapterTests
 from ring_backends.testing.training import check_divisor
 from ring_backends.testing.world import World, on_every_rank
 
@@ -71,9 +72,19 @@ def model_parallel(*args: int, **kwargs: int) -> Iterator[Any]:
         initialize.destroy_model_parallel()
 
 
+OWN = (
+    "another_arrangement_than_fairscale_has_is_refused",
+    "every_hop_is_carried_by_the_transport",
+    "the_ring_is_the_group_of_fairscale",
+    "training_on_a_pipeline_group",
+)
+"""The quick tests of this class that the suites do not have."""
+
+
 class TestFairScale(AdapterTests):
     adapter = ADAPTER
     core_in_matrix = True
+    quick = (*EVERY_ADAPTER, *(f"test_{name}" for name in OWN))
     without = MappingProxyType({"copies of a wrapped model": "ShardedDataParallel holds a process group"})
 
     @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
@@ -136,6 +147,7 @@ class TestFairScale(AdapterTests):
                 ending(self.parallelize, ring=ring).check(ValueError, text)
 
 
+@THOROUGH
 def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
     pytest.importorskip("fairscale")
     warnings_as_errors = environment(PYTHONWARNINGS="error::DeprecationWarning")

@@ -16,7 +16,7 @@ from ring_backends.activation_checkpointing import remember_attention
 from ring_backends.testing.calls import local_call
 from ring_backends.testing.capabilities import AdapterSuite
 from ring_backends.testing.failing_calls import ending
-from ring_backends.testing.marks import matrix_but
+from ring_backends.testing.marks import THOROUGH, matrix_but
 from ring_backends.testing.models import OneParameter, weight_of
 from ring_backends.testing.rings import FOUR, TWO, RingSpec, ring_of
 from ring_backends.testing.training_runs import Recipe, State, Trainer, check_ranks, every_mesh, train, train_alone
@@ -115,6 +115,7 @@ def save_one_step(path: str, recipe: Recipe) -> State:
 class TestFairScaleTraining(AdapterSuite):
     adapter = ADAPTER
 
+    @THOROUGH
     @pytest.mark.parametrize("reduce_buffer_size", matrix_but(0, of=(0, 200)))
     @every_mesh
     def test_gradients_outside_of_buckets(self, world: World, rings: RingSpec, reduce_buffer_size: int) -> None:

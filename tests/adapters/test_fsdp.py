@@ -20,10 +20,10 @@ from ring_backends.activation_checkpointing import keep_attention
 from ring_backends.errors import RingMismatchError
 from ring_backends.testing.compiled import Graphs
 from ring_backends.testing.failing_calls import ending
-from ring_backends.testing.marks import matrix_but
+from ring_backends.testing.marks import THOROUGH, matrix_but
 from ring_backends.testing.models import Block, BlocksOfExperts, Experts
 from ring_backends.testing.rings import FOUR, TWO
-from ring_backends.testing.suite import AdapterTests, AllTrainingTests
+from ring_backends.testing.suite import EVERY_ADAPTER, AdapterTests, AllTrainingTests
 from ring_backends.testing.training import renew_closed_worlds
 from ring_backends.testing.training_runs import Recipe, State, Trainer, check_moves, check_ranks, train, train_alone
 from ring_backends.testing.unequal_ranks import BF16, MICRO_BATCHES, WIDTHS, WINDOWS, check_experts, train_experts
@@ -42,22 +42,18 @@ def renew_worlds(request: pytest.FixtureRequest) -> Iterator[None]:
 class TestFSDP(AdapterTests):
     adapter = ADAPTER
     core_in_matrix = True
+    quick = EVERY_ADAPTER
     without = MappingProxyType(COPIES)
 
 
-QUICK = (
-    "test_ranks_may_use_different_parameters[one-two shapes]",
-    "test_gradients_are_those_of_the_whole_batch[zigzag-1x4-torch.float32]",
-    "test_gradients_are_those_of_the_whole_batch[zigzag-2x2-torch.float32]",
-    "test_rings_in_the_order_of_hosts",
-)
+QUICK = ("test_gradients_are_those_of_the_whole_batch[zigzag-2x2-torch.float32]",)
 
 
 class TestHSDP(AllTrainingTests):
     adapter = ADAPTER
     framework_options = MappingProxyType({"strategy": "hsdp"})
     without = MappingProxyType(COPIES)
-    quick = QUICK
+    quick, more_cases = QUICK, False
 
 
 class TestFSDP1(AllTrainingTests):
@@ -70,7 +66,7 @@ class TestFSDP1(AllTrainingTests):
             "evaluation within a step": "FullyShardedDataParallel keeps whole parameters after it; the step is lost",
         }
     )
-    quick = QUICK
+    quick, more_cases = QUICK, False
 
 
 @pytest.mark.matrix(reason="the quick command tests fsdp2 in fp32")
@@ -135,13 +131,14 @@ def train_checkpointed(recipe: Recipe, strategy: str, how: str) -> list[State]:
 
 
 @pytest.mark.parametrize("strategy", matrix_but("fsdp2", of=STRATEGIES))
-@pytest.mark.parametrize("how", matrix_but("non-reentrant", "kept", of=("non-reentrant", "kept", "reentrant")))
+@pytest.mark.parametrize("how", matrix_but("kept", of=("non-reentrant", "kept", "reentrant")))
 def test_activation_checkpointing(world: World, strategy: str, how: str) -> None:
     recipe = Recipe(dtype=torch.float32)
     by_rank = world.run(train_checkpointed, recipe, strategy, how)
     check_ranks(by_rank, train_alone(TWO, "zigzag", recipe), 1e-6)
 
 
+@THOROUGH
 @on_every_rank
 def test_fsdp1_evaluates_only_between_steps() -> None:
     """Evaluate before each step, then after one and two micro-batches."""

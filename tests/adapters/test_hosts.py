@@ -17,11 +17,14 @@ class TestNative(HostTests):
 
 class TestFSDP(HostTests):
     adapter = "ring_backends.adapters.fsdp"
+    core_in_matrix = True
 
 
 class TestDeepSpeed(HostTests):
     adapter = "ring_backends.adapters.deepspeed"
+    core_in_matrix = True
 
 
 class TestFairScale(HostTests):
     adapter = "ring_backends.adapters.fairscale"
+    core_in_matrix = True

@@ -19,7 +19,7 @@ from ring_backends.ring.transfer import Transfer, needs_host, through_host
 from ring_backends.testing.calls import call_here
 from ring_backends.testing.correctness import EDGE_CASES
 from ring_backends.testing.failing_calls import ending
-from ring_backends.testing.marks import matrix_but
+from ring_backends.testing.marks import THOROUGH, matrix_but
 from ring_backends.testing.models import unit_sgd
 from ring_backends.testing.rings import FOUR, TWO, ring_here
 from ring_backends.testing.suite import AdapterTests
@@ -32,6 +32,7 @@ class TestNative(AdapterTests):
     adapter = ADAPTER
 
 
+@THOROUGH
 @pytest.mark.parametrize("clears", matrix_but(False, of=(False, True)), ids=["", "cleared"])
 def test_unused_parameters_after_an_early_step_with_find_unused_parameters(world: World, clears: bool) -> None:
     """DistributedDataParallel remembers the parameters that an early step has used."""

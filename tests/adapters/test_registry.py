@@ -25,6 +25,7 @@ from ring_backends import (
 )
 from ring_backends.adapters import native
 from ring_backends.ring.ring import Ring
+from ring_backends.testing.marks import THOROUGH
 
 OTHER = "other_distribution.adapter"
 
@@ -122,6 +123,7 @@ def test_refused_arguments(announced: None, arguments: Any, error: type[Exceptio
         create_attention(*arguments)
 
 
+@THOROUGH
 def test_missing_frameworks_are_listed_with_install_commands() -> None:
     code = """
 import sys

@@ -20,6 +20,7 @@ import ring_backends
 from ring_backends.cli.text import Document, standard_library_sources
 from ring_backends.cost.branches import default_branches
 from ring_backends.ring.launch import RankFailedError, launch
+from ring_backends.testing.marks import THOROUGH
 
 SMALL = "--seq-len 512 --embed-dim 32 --num-layers 1"
 
@@ -119,6 +120,7 @@ def test_an_error_is_one_line_that_names_the_option(arguments: str, line: str) -
     check_refusal(line, f"train {arguments}")
 
 
+@THOROUGH
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -207,6 +209,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one(one_rank: Run, two_ranks: Run
     assert result["evaluation_loss"] == pytest.approx(one_rank[0]["evaluation_loss"], abs=1e-3)
 
 
+@pytest.mark.matrix(reason="starts the ranks of three more runs")
+def test_two_rings_train_on_the_windows_of_one(tmp_path: Path) -> None:
+    one, _, _ = train(tmp_path, "--steps 3 --batch-size 4")
+    two, _, _ = train(tmp_path, "--steps 3 --batch-size 2 --nproc-per-node 2 --ring-size 1")
+    assert losses(two) == pytest.approx(losses(one), abs=1e-3)
+
+
+@THOROUGH
 def test_resuming_with_other_options_is_refused(two_ranks: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(two_ranks[2])
     message = r"--lr: lr = 0\.5: the run that saved checkpoint\.pt had 0\.003"
@@ -287,6 +297,7 @@ def started(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 
 
+@THOROUGH
 @needs_proc
 def test_ctrl_c_ends_every_rank_with_one_message(started: Any) -> None:
     process = started(*f"-u -m ring_backends train {SMALL} --steps 1000000 --nproc-per-node 2".split())

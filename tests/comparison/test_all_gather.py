@@ -25,7 +25,7 @@ from ring_backends.ring.ring import Ring
 from ring_backends.schedule.pattern import DilatedPattern
 from ring_backends.testing.calls import difference, expected
 from ring_backends.testing.fine_cuts import fine_cuts
-from ring_backends.testing.marks import matrix_but
+from ring_backends.testing.marks import MORE_CASES, THOROUGH, matrix_but
 from ring_backends.testing.rings import FOUR, TWO
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import World
@@ -99,11 +99,14 @@ QUICK = "nothing divides anything", "windows", "shorter than the ring"
 
 
 @pytest.mark.parametrize(
-    ("rings", "layout", "cut"),
-    [(TWO, "contiguous", False), (FOUR, "zigzag", False), (FOUR, "contiguous", True)],
+    ("rings", "layout", "cut", "is_causal"),
+    [
+        (FOUR, "zigzag", False, True),
+        pytest.param(TWO, "contiguous", False, False, marks=MORE_CASES),
+        pytest.param(FOUR, "contiguous", True, True, marks=MORE_CASES),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("is_causal", matrix_but(True, of=(True, False)))
 @pytest.mark.parametrize("name", matrix_but(*QUICK, of=CASES))
 def test_all_gather_is_exact(world, name, is_causal, rings, layout, cut):
     case = replace(CASES[name], is_causal=is_causal, batch=2, dtype=torch.float64)
@@ -156,6 +159,7 @@ def collectives(ring: Ring, case: AttentionCase) -> dict[str, Any]:
     }
 
 
+@THOROUGH
 @pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="needs the socket option TCP_INFO")
 @pytest.mark.parametrize(
     ("options", "rows"),

@@ -27,6 +27,7 @@ from ring_backends.schedule.limits import limits_of
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.schedule.rank_plan import Message, Tile
 from ring_backends.schedule.rows import DilatedRows
+from ring_backends.schedule.spread import MESSAGE_COST
 from ring_backends.testing.fine_cuts import every_branch_spread
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 
@@ -220,6 +221,16 @@ def test_a_rank_takes_at_least_the_time_in_which_its_host_launches_tiles() -> No
     launched = replace(PLAIN, tile_seconds=1.0, latency_seconds=0.0, overlap=0.0)
     moved = cost.call_seconds(replace(launched, tile_seconds=0.0)) - 64 * 16 * 2 * 16 / 1e9
     assert cost.call_seconds(launched) == pytest.approx(4.0 + moved, abs=1e-6)
+
+
+def test_seconds_of_a_sparse_branch_by_hand() -> None:
+    """A rank sends its rows to three others in one hop. In backward, dK and dV come home in one hop more."""
+    hardware = replace(PLAIN, bytes_per_second=1e30, forward_flops_per_second=1e30, backward_flops_per_second=1e30)
+    with every_branch_spread():
+        cost = cost_of(SequenceLayout(64, 4), ([64], [8]), (1,), 1, 4, 4)
+        for backward in (False, True):
+            seconds = (1 + backward) * (1 + 3 * MESSAGE_COST) * hardware.latency_seconds
+            assert cost.seconds(hardware, backward=backward).tolist() == pytest.approx([seconds] * 4)
 
 
 def test_the_slowest_rank_decides_the_time_of_a_call() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from triton_interpreter import error_norm
 
-from ring_backends import dilated_attention
+from ring_backends import DilatedPattern, dilated_attention
 from ring_backends.engine import call
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.engine.spreading import SpreadGrads
@@ -26,6 +26,7 @@ from ring_backends.ring.ring import Ring
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.testing.calls import Results, expected, largest, local_call, plain, whole
 from ring_backends.testing.fine_cuts import every_branch_spread, fine_cuts
+from ring_backends.testing.marks import THOROUGH, matrix_but
 from ring_backends.testing.reference import reference_counts, reference_phantom_counts
 from ring_backends.testing.rings import LAYOUTS
 from ring_backends.testing.strategies import AttentionCase, attention_cases, in_parts
@@ -95,13 +96,14 @@ def check_exact(actual: Results, exact: Results) -> None:
         assert error_norm(getattr(actual, name), tensor) < 1e-10, name
 
 
-@in_parts(5)
-@settings(max_examples=100, deadline=None)
+@in_parts(10)
+@settings(max_examples=30, deadline=None)
 @given(case=attention_cases(dtypes=[torch.float64]))
 def test_single_device_equals_the_reference(part: int, case: AttentionCase) -> None:
     check_exact(single_device_results(case), expected(case))
 
 
+@THOROUGH
 @settings(max_examples=60, deadline=None)
 @given(attention_cases(dtypes=[torch.float64], max_n=70))
 def test_math_kernel_equals_the_reference(case: AttentionCase) -> None:
@@ -138,8 +140,8 @@ def test_rounding_is_at_most_twice_that_of_plain_attention(part: int, case: Atte
         assert error_norm(actual[name], exact[name]) <= 2 * error_norm(yardstick[name], exact[name]) + floor, name
 
 
-@in_parts(15)
-@settings(max_examples=10, deadline=None)
+@in_parts(13)
+@settings(max_examples=6, deadline=None)
 @given(attention_cases(dtypes=[torch.float64], max_n=100), st.sampled_from([2, 3, 4, 1, 5, 7, 8, 13, 16]), layouts)
 def test_ring_equals_the_reference_and_sends_the_bytes_of_the_schedule(part, case, ring_size, layout):
     actual, rings = thread_ring_results(case, ring_size, layout)
@@ -157,8 +159,8 @@ def check_bytes(case: AttentionCase, rings: tuple[ThreadRing, ...]) -> None:
         assert ring.traffic.bytes == forward + backward
 
 
-@in_parts(8)
-@settings(max_examples=5, deadline=None)
+@in_parts(13)
+@settings(max_examples=3, deadline=None)
 @given(case=attention_cases(dtypes=[torch.float64], max_n=60), ring_size=st.sampled_from([1, 2, 3, 4]), layout=layouts)
 def test_fine_cuts_of_heads_hops_and_tiles_equal_the_reference(part, case, ring_size, layout):
     with fine_cuts():
@@ -166,14 +168,14 @@ def test_fine_cuts_of_heads_hops_and_tiles_equal_the_reference(part, case, ring_
     check_exact(actual, expected(case))
 
 
-@in_parts(4)
+@THOROUGH
 @settings(max_examples=5, deadline=None)
 @given(
     case=attention_cases(dtypes=[torch.float32, torch.bfloat16], max_n=60),
     ring_size=st.sampled_from([1, 2, 3, 4]),
     layout=layouts,
 )
-def test_fine_cuts_round_like_coarse_ones(part: int, case: AttentionCase, ring_size: int, layout: str) -> None:
+def test_fine_cuts_round_like_coarse_ones(case: AttentionCase, ring_size: int, layout: str) -> None:
     coarse, _ = thread_ring_results(case, ring_size, layout)
     with fine_cuts():
         fine, _ = thread_ring_results(case, ring_size, layout)
@@ -189,8 +191,8 @@ def check_rounds_like(got: Results, case: AttentionCase, *others: Results) -> No
         assert error_norm(found, right) <= 2 * max(error_norm(x, right) for x in tensors) + tolerance, name
 
 
-@in_parts(8)
-@settings(max_examples=8, deadline=None)
+@in_parts(32)
+@settings(max_examples=2, deadline=None)
 @given(
     case=attention_cases(dtypes=[torch.float64], max_n=60),
     ring_size=st.sampled_from([2, 3, 4, 7]),
@@ -205,15 +207,15 @@ def test_spread_branches_equal_the_reference(part, case, ring_size, layout, mess
         check_bytes(case, rings)
 
 
-@in_parts(4)
-@settings(max_examples=5, deadline=None)
+@THOROUGH
+@settings(max_examples=8, deadline=None)
 @given(
     case=attention_cases(dtypes=[torch.float32, torch.bfloat16], max_n=60),
     ring_size=st.sampled_from([2, 3, 5]),
     layout=layouts,
     cut=st.booleans(),
 )
-def test_spread_branches_round_like_others(part, case, ring_size, layout, cut):
+def test_spread_branches_round_like_others(case, ring_size, layout, cut):
     # One device has tiles with as many keys. The kernel rounds the LSE of such tiles more than that of small ones.
     alone = single_device_results(case)
     around, _ = thread_ring_results(case, ring_size, layout)
@@ -222,6 +224,7 @@ def test_spread_branches_round_like_others(part, case, ring_size, layout, cut):
     check_rounds_like(spread, case, around, alone)
 
 
+@THOROUGH
 @pytest.mark.parametrize("message_cost", [0.0, 5.0])
 def test_spread_gradients_travel_in_bf16(message_cost: float) -> None:
     """Every hop rounds a sum to bf16, relative to the largest gradient by at most 2⁻⁸."""
@@ -263,9 +266,9 @@ def test_gradients_that_come_home_need_no_memory_of_their_own() -> None:
     assert kept == [0] * 4
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", matrix_but(torch.bfloat16, of=(torch.float32, torch.bfloat16)), ids=str)
 def test_a_sparse_branch_takes_few_hops(layout: str, is_causal: bool, dtype: torch.dtype) -> None:
     """Ranks of a ring of 8 post one hop in a forward. A backward takes two, or four if no memory is left for more."""
     case = AttentionCase(
@@ -320,6 +323,18 @@ def test_autocast_as_in_scaled_dot_product_attention(autocast_dtype: torch.dtype
     assert [x.grad.dtype for x in (query, key, value)] == [torch.float32, torch.float16, torch.bfloat16]
 
 
+def test_a_call_under_autocast_is_another_call() -> None:
+    """Checked calls are kept. A call has other plans under autocast."""
+    inputs = AttentionInputs(*torch.randn(3, 1, 64, 2, 8).unbind())
+    made = []
+    for is_enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_enabled):
+            made.append(call.look_up(inputs, DilatedPattern([16, 64], [1, 2]), Ring(), None, "auto"))
+    (plain, of_plain), (cast, of_cast) = made
+    assert (plain.query.dtype, cast.query.dtype) == (torch.float32, torch.bfloat16)
+    assert of_plain is not of_cast
+
+
 @pytest.mark.parametrize(
     ("dtype", "kernel", "message"),
     [
@@ -356,6 +371,7 @@ def test_empty_batches_pass_through(shape: tuple[int, ...]) -> None:
     assert query.grad.shape == shape
 
 
+@THOROUGH
 def test_dilated_attention_in_a_compiled_function() -> None:
     """``dilated_attention`` breaks the graph. The call of a module does not."""
     case = AttentionCase(seq_len=24, segment_lengths=(8, 24), dilation_rates=(1, 2), num_heads=2, num_kv_heads=2)

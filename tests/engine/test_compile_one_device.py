@@ -28,6 +28,7 @@ from ring_backends.engine import compiled
 from ring_backends.ring.ring import Ring
 from ring_backends.testing.calls import FP64_TOLERANCE, check_results, expected, local_call
 from ring_backends.testing.compiled import CASES, Graphs
+from ring_backends.testing.marks import THOROUGH, matrix_but
 from ring_backends.testing.reference import reference_attention
 from ring_backends.torch_internals import internal
 
@@ -106,9 +107,9 @@ def refusal(graph: GraphModule) -> str | None:
         return check(devices)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_compiled_block_has_one_operator_per_direction(options: dict[str, Any]) -> None:
-    graphs, block = Graphs(), Block(RingDilatedAttention(**PATTERN))
+@pytest.mark.parametrize("name", matrix_but("documents", of=OPTIONS))
+def test_a_compiled_block_has_one_operator_per_direction(name: str) -> None:
+    graphs, block, options = Graphs(), Block(RingDilatedAttention(**PATTERN)), OPTIONS[name]
     got = results(torch.compile(block, fullgraph=True, backend=graphs.backend), **options)
     assert_near(got, results(Block(Reference()), **options), 1e-9)
     assert graphs.operators() == [{"attend_forward": 1}, {"attend_backward": 1}]
@@ -137,7 +138,7 @@ def test_operators_of_one_device_may_be_in_a_cuda_graph() -> None:
         assert torch.Tag.cudagraph_unsafe not in operator.default.tags
 
 
-@pytest.mark.parametrize("name", ["all", "causal", "masked", "documents", "dropout"])
+@pytest.mark.parametrize("name", matrix_but("documents", of=("all", "causal", "masked", "documents", "dropout")))
 def test_a_compiled_call_is_exact(name: str) -> None:
     case = CASES[name]
     call, graphs = local_call(ADAPTER, Ring(), case), Graphs()
@@ -168,6 +169,7 @@ def test_operators_keep_the_rules_of_torch(kernel: str, pattern: Any, dtype: tor
     assert all(x.is_contiguous() for x in (out, lse, *grads))
 
 
+@THOROUGH
 def test_another_length_is_compiled_again() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     function = torch.compile(RingDilatedAttention(**PATTERN), fullgraph=True, backend=counter)
@@ -208,7 +210,7 @@ def test_autocast_casts_the_call(dtype: torch.dtype) -> None:
     assert_near(*answers, 0)
 
 
-@pytest.mark.parametrize("how", ["recomputed", "kept"])
+@pytest.mark.parametrize("how", matrix_but("kept", of=("recomputed", "kept")))
 def test_activation_checkpointing(how: str) -> None:
     context = {"context_fn": keep_attention} if how == "kept" else {}
     graphs, block = Graphs(), Block(RingDilatedAttention(**PATTERN))

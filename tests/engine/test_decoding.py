@@ -28,7 +28,7 @@ from ring_backends.engine.decoding import groups
 from ring_backends.kernels.math import MathKernel
 from ring_backends.testing.calls import expected, new_attention
 from ring_backends.testing.failing_calls import A_MOMENT, SHORT, Ended, ending
-from ring_backends.testing.marks import MORE_CASES
+from ring_backends.testing.marks import MORE_CASES, THOROUGH, matrix_but
 from ring_backends.testing.reference import reference_attention, reference_counts
 from ring_backends.testing.rings import FOUR, LAYOUTS, THREE, TWO, RingSpec, new_ring
 from ring_backends.testing.strategies import AttentionCase
@@ -75,7 +75,7 @@ def check(case: AttentionCase, module: Any) -> None:
     assert cache.num_rows <= -(-prompt // ring.size) + -(-(case.seq_len - prompt) // ring.size) + 1
 
 
-@pytest.mark.parametrize("of_seed", range(3))
+@pytest.mark.parametrize("of_seed", matrix_but(0, of=range(3)))
 def test_one_device(of_seed: int) -> None:
     check_cases(None, NATIVE, draw_cases(of_seed))
 
@@ -85,7 +85,9 @@ CASES = [*(pytest.param(*case, marks=MORE_CASES) for case in RINGS[:-1]), RINGS[
 
 
 @pytest.mark.parametrize(
-    ("adapter", "spec", "layout", "first"), [*CASES, ("ring_backends.adapters.fsdp", FOUR, "zigzag", 220)], ids=str
+    ("adapter", "spec", "layout", "first"),
+    [*CASES, pytest.param("ring_backends.adapters.fsdp", FOUR, "zigzag", 220, marks=MORE_CASES)],
+    ids=str,
 )
 def test_rings(world: World, adapter: str, spec: RingSpec, layout: str, first: int) -> None:
     if reason := available_adapters()[adapter.rpartition(".")[2]]:
@@ -228,6 +230,7 @@ def check_memory(ring: Ring, patterns: Any) -> None:
         assert_equal(torch.cat(outs, 1), last_rows(sequence, new, pattern, mask), pattern)
 
 
+@THOROUGH
 def test_memory_is_bounded(world: World) -> None:
     check_memory(Ring(), WINDOWS)
     world.run(on_ring, check_memory, WINDOWS[:1], layout="zigzag", rings=THREE)
@@ -429,9 +432,14 @@ def after_steps(number: int) -> tuple[Any, Any]:
     ("what", "message"),
     [
         ("tokens", "the ranks differ in the new tokens: the key of token 0 in batch entry 0"),
-        ("length", "the ranks differ in the length of the cache (rank 0: 9, rank 1: 8)"),
-        ("edits", "the ranks differ in the calls of truncate() and select_batch()"),
-        ("number", "new tokens (rank 0: 1, rank 1: 2)"),
+        *(
+            pytest.param(what, message, marks=MORE_CASES)
+            for what, message in (
+                ("length", "the ranks differ in the length of the cache (rank 0: 9, rank 1: 8)"),
+                ("edits", "the ranks differ in the calls of truncate() and select_batch()"),
+                ("number", "new tokens (rank 0: 1, rank 1: 2)"),
+            )
+        ),
         ("cache", "cache was made for a contiguous ring of 1, but this module is on a contiguous ring of 2"),
     ],
 )

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ring_backends import dilated_attention
 from ring_backends.adapters.native import RingDilatedAttention
 from ring_backends.kernels import kernel_names
-from ring_backends.testing.marks import matrix_but
+from ring_backends.testing.marks import MORE_CASES, matrix_but
 
 
 def tensors(device: str, dtype: torch.dtype, value_dim: int = 16) -> list[Tensor]:
@@ -40,7 +40,11 @@ DTYPES = {"key_padding_mask": torch.bool, "document_ids": torch.int64}
 
 @pytest.mark.parametrize("options", [(), ("key_padding_mask",), ("document_ids",), tuple(DTYPES)])
 @pytest.mark.parametrize("dropout_p", matrix_but(0.1, of=(0.0, 0.1)))
-@pytest.mark.parametrize(("device", "mode"), [("meta", nullcontext), ("cpu", FakeTensorMode)], ids=["meta", "fake"])
+@pytest.mark.parametrize(
+    ("device", "mode"),
+    [("meta", nullcontext), pytest.param("cpu", FakeTensorMode, marks=MORE_CASES)],
+    ids=["meta", "fake"],
+)
 def test_every_option(device: str, mode: Any, dropout_p: float, options: tuple[str, ...]) -> None:
     with mode():
         rows = tensors(device, torch.float32)
@@ -49,7 +53,7 @@ def test_every_option(device: str, mode: Any, dropout_p: float, options: tuple[s
     check(*rows, *attention(*rows, is_causal=True, return_lse=True, **marks))
 
 
-@pytest.mark.parametrize("value_dim", [16, 24])
+@pytest.mark.parametrize("value_dim", matrix_but(24, of=(16, 24)))
 @pytest.mark.parametrize("kernel", ["auto", *kernel_names()])
 def test_meta_tensors_stand_for_any_device(kernel: str, value_dim: int) -> None:
     dtype = torch.float16 if "cuda" in kernel else torch.float32

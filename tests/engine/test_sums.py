@@ -30,6 +30,7 @@ from ring_backends.schedule.rank_plan import HeadBlock
 from ring_backends.schedule.rows import DilatedRows, head_runs
 from ring_backends.testing.calls import check_results, check_rounded, expected
 from ring_backends.testing.fine_cuts import fine_cuts
+from ring_backends.testing.marks import THOROUGH
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 
 
@@ -53,6 +54,7 @@ CASES = {
     "key mask": replace(OVERLAPPING, masked="rows"),
     "documents": replace(OVERLAPPING, documents="some"),
     "dropout": replace(OVERLAPPING, dropout_p=0.3),
+    "zero keys": replace(OVERLAPPING, seq_len=90, segment_lengths=(32, 90), dilation_rates=(1, 2), padding="zeros"),
 }
 
 
@@ -114,6 +116,7 @@ def test_no_launch_adds_two_values_to_one_element(dtype: torch.dtype) -> None:
     assert sum(launches) > 2
 
 
+@THOROUGH
 @fixed_examples(60)
 @example(AttentionCase(64, (16, 64), (1, 2), num_heads=4, num_kv_heads=1, dtype=torch.bfloat16))
 @given(case=attention_cases(max_n=100))

@@ -103,7 +103,7 @@ NEEDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("ring_size", matrix_but(4, of=(1, 4)))
-@pytest.mark.parametrize("option", NEEDS)
+@pytest.mark.parametrize("option", matrix_but("plain", of=NEEDS))
 @each_gpu_kernel
 def test_no_call_makes_the_host_wait(kernel: Any, option: str, ring_size: int) -> None:
     dtype = torch.float32 if torch.float16 not in kernel.dtypes else torch.float16
@@ -127,7 +127,7 @@ def test_no_call_makes_the_host_wait(kernel: Any, option: str, ring_size: int) -
     assert [x.shape for x in grads] == [x.shape for x in (inputs.query, inputs.key, inputs.value)]
 
 
-@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("has_mask", matrix_but(True, of=(False, True)))
 @each_gpu_kernel
 def test_no_step_of_decoding_makes_the_host_wait(kernel: Any, has_mask: bool) -> None:
     dtype = torch.float32 if torch.float16 not in kernel.dtypes else torch.float16

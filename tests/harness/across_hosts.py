@@ -26,6 +26,7 @@ from ring_backends.testing.capabilities import AdapterSuite, requires
 from ring_backends.testing.failing_calls import SMALL_CASE, Ended, ending
 from ring_backends.testing.faults import BOUND
 from ring_backends.testing.hosts import Hosts, NoHostsError
+from ring_backends.testing.marks import MORE_CASES
 from ring_backends.testing.rings import backend
 from ring_backends.testing.strategies import AttentionCase
 
@@ -146,12 +147,15 @@ def hosts(request: pytest.FixtureRequest, adapters: list[str]) -> Iterator[Hosts
         pytest.skip(str(error))
 
 
-_on_hosts = pytest.mark.parametrize("num_hosts", [2, 4])
+_WITH_ONE_ADAPTER = [MORE_CASES, pytest.mark.core]
+_on_hosts = pytest.mark.parametrize("num_hosts", [pytest.param(2, marks=_WITH_ONE_ADAPTER), 4])
 
 
 class HostTests(AdapterSuite):
     @_on_hosts
-    @pytest.mark.parametrize("network", NETWORKS)
+    @pytest.mark.parametrize(
+        "network", [pytest.param(name, marks=_WITH_ONE_ADAPTER if "," not in name else ()) for name in NETWORKS]
+    )
     def test_calls_over_any_network(self, hosts: Hosts, num_hosts: int, network: str, tmp_path: Path) -> None:
         hosts.disturb(**NETWORKS[network])
         ranks = Ranks(hosts, self.adapter, tmp_path, timeout=60)
@@ -166,7 +170,12 @@ class HostTests(AdapterSuite):
     @_on_hosts
     @pytest.mark.parametrize(
         ("how", "lost"),
-        [("its link is cut", 0), ("its link is cut", 1), ("it disappears", 0), ("it disappears", 1)],
+        [
+            ("its link is cut", 0),
+            pytest.param("its link is cut", 1, marks=_WITH_ONE_ADAPTER),
+            pytest.param("it disappears", 0, marks=_WITH_ONE_ADAPTER),
+            ("it disappears", 1),
+        ],
         ids=["link-of-first", "link-of-second", "first", "second"],
     )
     def test_a_host_is_lost(self, hosts: Hosts, num_hosts: int, lost: int, how: str, tmp_path: Path) -> None:

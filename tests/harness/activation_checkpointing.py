@@ -23,6 +23,7 @@ from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.compiled import Graphs
 from ring_backends.testing.correctness import CASE
 from ring_backends.testing.failing_calls import ending
+from ring_backends.testing.marks import THOROUGH, matrix_but
 from ring_backends.testing.rings import RingSpec, every_size_and_layout, ring_here
 from ring_backends.testing.world import on_every_rank
 
@@ -160,7 +161,8 @@ class ActivationCheckpointTests(AdapterSuite):
         else:
             torch.testing.assert_close([x.grad for x in call.inputs], twice, rtol=0, atol=1e-12)
 
-    @pytest.mark.parametrize("how", ["non-reentrant", "kept"])
+    @THOROUGH
+    @pytest.mark.parametrize("how", matrix_but("kept", of=("non-reentrant", "kept")))
     @on_every_rank
     def test_a_compiled_region_keeps_attention(self, how: str) -> None:
         torch.compiler.reset()

@@ -22,8 +22,8 @@ from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import check_exact, local_call
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import ending
-from ring_backends.testing.marks import MORE_CASES
-from ring_backends.testing.rings import BY_HOSTS, TWO_BY_HOSTS, RingSpec, backend, every_layout
+from ring_backends.testing.marks import MORE_CASES, THOROUGH, matrix_but
+from ring_backends.testing.rings import BY_HOSTS, LAYOUTS, TWO_BY_HOSTS, RingSpec, backend
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import World, on_every_rank
 
@@ -60,13 +60,14 @@ class ArrangementTests(AdapterSuite):
     @core
     @requires("rings by topology")
     @pytest.mark.parametrize("rings", [BY_HOSTS, TWO_BY_HOSTS], ids=str)
-    @every_layout
+    @pytest.mark.parametrize("layout", matrix_but("zigzag", of=LAYOUTS))
     def test_attention_in_the_order_of_hosts(self, world: World, rings: RingSpec, layout: LayoutKind) -> None:
         cases = [_CASE, replace(_CASE, is_causal=False, masked="random", batch=2), replace(_CASE, seq_len=3)]
         answers = check_exact(world, self.adapter, rings, layout, cases)
         for ring_answers in answers[0]:
             assert sum(answer.forward[0] for answer in ring_answers) > 0
 
+    @THOROUGH
     @core
     @requires("automatic ring size", "rings by topology")
     @pytest.mark.parametrize(
@@ -83,6 +84,7 @@ class ArrangementTests(AdapterSuite):
         assert (ring.size, ring.ranks) == (ranks, cut[first : first + ranks]), ring
         local_call(self.adapter, ring, _CASE).check()
 
+    @THOROUGH
     @core
     @requires("automatic ring size", "several rings per world")
     @on_every_rank
@@ -90,6 +92,7 @@ class ArrangementTests(AdapterSuite):
         ring = _initialize(self.adapter, ring_size="auto", **_needs(replace(_CASE, seq_len=8)))
         assert (ring.size, ring.data_size, ring.rank) == (1, 4, 0), ring
 
+    @THOROUGH
     @core
     @requires("automatic ring size", "several rings per world")
     @on_every_rank
@@ -114,6 +117,7 @@ class ArrangementTests(AdapterSuite):
         in_layout = ending(_initialize, self.adapter, layout=layout, ring_order="topology")
         in_layout.check(RingMismatchError, "rank 2: zigzag")
 
+    @THOROUGH
     @core
     @requires("automatic ring size")
     @on_every_rank

@@ -91,8 +91,9 @@ class AdapterSuite:
         framework_options: keyword arguments for every ``parallelize`` of the suite, in addition to the common ones.
         core_in_matrix: True if another adapter runs the tests of core behaviour. They are then marked ``matrix``, and
             those that are already marked as more cases are left out.
-        quick: the names of the tests that the quick command runs, for a further strategy of an adapter; None means all.
-            The others are treated like those of core behaviour.
+        quick: the names of the tests that the quick command runs, with or without parameters; None means all. The
+            others are marked ``matrix``.
+        more_cases: False for a further strategy of an adapter, which runs no test that is marked as more cases.
     """
 
     adapter: ClassVar[str]
@@ -100,6 +101,7 @@ class AdapterSuite:
     framework_options: ClassVar[Mapping[str, Any]] = {}
     core_in_matrix: ClassVar[bool] = False
     quick: ClassVar[Collection[str] | None] = None
+    more_cases: ClassVar[bool] = True
 
     def __init_subclass__(cls) -> None:
         _check_known(cls.without)

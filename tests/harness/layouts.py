@@ -13,7 +13,7 @@ from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import difference, local_call, new_attention
 from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.models import DenseAttention
-from ring_backends.testing.rings import RingSpec, every_ring, every_ring_and_layout, ring_here, rows_of_ranks
+from ring_backends.testing.rings import ALL_RINGS, RingSpec, every_ring, in_every_layout, ring_here, rows_of_ranks
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import World, on_every_rank
 
@@ -82,7 +82,7 @@ class LayoutTests(AdapterSuite):
     @pytest.mark.parametrize(
         ("dim", "dtype"), [(0, torch.float64), (1, torch.bfloat16), (2, torch.int64), (-2, torch.float32)]
     )
-    @every_ring_and_layout
+    @in_every_layout("rings", ALL_RINGS, quick_every=3)
     @on_every_rank
     def test_shards_are_pieces_of_tensor_split(
         self, rings: RingSpec, layout: LayoutKind, dim: int, dtype: torch.dtype
@@ -100,7 +100,7 @@ class LayoutTests(AdapterSuite):
 
     @core
     @pytest.mark.parametrize("dim", [1, -1])
-    @every_ring_and_layout
+    @in_every_layout("rings", ALL_RINGS, quick_every=3)
     @on_every_rank
     def test_shard_and_unshard_backward(self, rings: RingSpec, layout: LayoutKind, dim: int) -> None:
         """The gradient of shard is zero outside the slice. That of unshard sums the gradients of all ranks."""
@@ -120,7 +120,7 @@ class LayoutTests(AdapterSuite):
             torch.testing.assert_close((grad_x, grad_local), (slice_alone, sums), rtol=0, atol=1e-9)
 
     @core
-    @every_ring_and_layout
+    @in_every_layout("rings", ALL_RINGS, quick_every=3)
     def test_parameters_before_and_after_the_shards(self, world: World, rings: RingSpec, layout: LayoutKind) -> None:
         by_rank = world.run(gradients_of_sandwich, self.adapter, rings, layout)
         x, weights = _sandwich_input()

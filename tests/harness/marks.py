@@ -9,6 +9,7 @@ import pytest
 import torch
 
 MORE_CASES = pytest.mark.matrix(reason="more cases like those of the quick command")
+THOROUGH = pytest.mark.matrix(reason="takes seconds, and quick tests take most of the same path")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 

@@ -17,7 +17,7 @@ from ring_backends.ring.collectives import agree
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import local_call, new_attention
 from ring_backends.testing.capabilities import AdapterSuite, core
-from ring_backends.testing.failing_calls import A_MOMENT, AT_ONCE, ODD_RANK, SHORT, SMALL_CASE, ending
+from ring_backends.testing.failing_calls import A_MOMENT, AT_ONCE, ODD_RANK, SHORT, SMALL_CASE, ending, shorten
 from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.rings import FOUR
 from ring_backends.testing.score_functions import see_even_distances
@@ -122,7 +122,7 @@ class MismatchTests(AdapterSuite):
 
         Then one rank makes the difference, and then all ranks make an equal call.
         """
-        ring = self.new_ring(seconds=SHORT)
+        ring = self.new_ring()
         other_case = replace(SMALL_CASE, batch=64) if name == "batch" else SMALL_CASE
         attention = other_attention = new_attention(self.adapter, ring, SMALL_CASE)
         if name in ("order of two modules", "a skipped call"):
@@ -132,6 +132,7 @@ class MismatchTests(AdapterSuite):
         outs = [call(), other_call()]
         outs[0].backward(call.grad_out, retain_graph=True)
         odd = ring.rank == ODD_RANK
+        shorten(ring)
 
         def both() -> None:
             call()
@@ -213,9 +214,10 @@ class MismatchTests(AdapterSuite):
     @on_every_rank
     def test_unsharding_and_attending_are_distinguished(self) -> None:
         """One rank calls unshard while the others call attention. All ranks have made both calls before."""
-        call, x = self.new_call(seconds=SHORT), torch.ones(1, 2)
+        call, x = self.new_call(), torch.ones(1, 2)
         ring = call.attention.ring
         call()
         ring.unshard(x)
+        shorten(ring)
         ended = ending(partial(ring.unshard, x) if ring.rank == ODD_RANK else call)
         ended.check(RingMismatchError, "order of calls", "unshard", within=SHORT + A_MOMENT)

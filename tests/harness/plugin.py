@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 
 import pytest
 
 from ring_backends.testing.capabilities import AdapterSuite, why_unavailable
 from ring_backends.testing.marks import MORE_CASES, needs_gpu
-from ring_backends.testing.world import World
+from ring_backends.testing.world import PRELOADED, World
 
 _SUITES = "ring_backends.testing.suite"
 """The module whose imports the ranks need. Otherwise each rank imports torch's compiler by itself."""
@@ -41,16 +43,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = chosen
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the server from which ranks are forked import the modules that ``PRELOAD`` of a test module names."""
+    modules = {item.module for item in session.items if isinstance(item, pytest.Function)}
+    PRELOADED.update(name for module in modules for name in getattr(module, "PRELOAD", ()))
+
+
 def _is_chosen(item: pytest.Item) -> bool:
     """Mark for the matrix what the quick command leaves out of a suite. Returns whether the matrix runs the test."""
     suite = item.cls if isinstance(item, pytest.Function) else None
     if suite is None or not issubclass(suite, AdapterSuite):
         return True
     is_core = suite.core_in_matrix and item.get_closest_marker("core") is not None
-    is_other = suite.quick is not None and item.name not in suite.quick
-    if is_core or is_other:
-        if MORE_CASES.mark in item.iter_markers("matrix"):
-            return False
+    if (is_core or not suite.more_cases) and MORE_CASES.mark in item.iter_markers("matrix"):
+        return False
+    if is_core or not (suite.quick is None or {item.name, item.originalname} & {*suite.quick}):
         item.add_marker(pytest.mark.matrix(reason="the quick command tests this with another adapter or strategy"))
     return True
 
@@ -71,14 +78,19 @@ def adapters(request: pytest.FixtureRequest) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def world(adapters: list[str]) -> Iterator[World]:
-    """A world of four gloo ranks for the session. The first call starts the ranks."""
-    with World(4, preload=[*adapters, _SUITES]) as ranks:
-        yield ranks
+def worlds(adapters: list[str]) -> Iterator[Callable[[int], World]]:
+    """The worlds of the session, by their numbers of gloo ranks. The first call of a world starts its ranks."""
+    with contextlib.ExitStack() as stack:
+        yield lru_cache(lambda size: stack.enter_context(World(size, preload=[*adapters, _SUITES])))
 
 
 @pytest.fixture(scope="session")
-def pair(adapters: list[str]) -> Iterator[World]:
-    """A world of two gloo ranks for the session."""
-    with World(2, preload=[*adapters, _SUITES]) as ranks:
-        yield ranks
+def world(worlds: Callable[[int], World]) -> World:
+    """The world of four ranks."""
+    return worlds(4)
+
+
+@pytest.fixture(scope="session")
+def pair(worlds: Callable[[int], World]) -> World:
+    """The world of two ranks."""
+    return worlds(2)

@@ -45,6 +45,7 @@ class AttentionCase:
         score_mod: name of a function of :mod:`ring_backends.testing.score_functions`.
         documents: the packed documents. None: there are no document ids. ``"some"``: consecutive documents of random
             lengths, and a run of rows without a document. ``"shuffled"``: each row has a random id, or none.
+            ``"resumed"``: two documents take turns, for 40 rows each.
         replica: the index of the ring in the world. The dropout mask depends on it.
     """
 
@@ -146,7 +147,9 @@ class AttentionCase:
             return ids
         if self.documents == "some":
             return ids.sort(dim=1).values.roll(self.seq_len // 5, 1)
-        raise ValueError(f'documents = {self.documents!r}: it must be None, "some" or "shuffled".')
+        if self.documents == "resumed":
+            return (torch.arange(self.seq_len) // 40 % 2).expand(self.batch, -1)
+        raise ValueError(f'documents = {self.documents!r}: it must be None, "some", "shuffled" or "resumed".')
 
     def sink_scores(self) -> Tensor | None:
         """The scores of the sinks, fp64 ``[num_heads]``, or None. Every call returns equal tensors."""

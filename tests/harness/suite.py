@@ -61,5 +61,20 @@ class AllTrainingTests(
     """All suites of ``parallelize``. Inherit them once more for each further strategy of a framework."""
 
 
+EVERY_ADAPTER = (
+    "test_a_rank_that_stays_away_is_reported_in_time",
+    "test_gradients_are_those_of_the_whole_batch",
+    "test_hops",
+    "test_hops_counted_by_hand",
+    "test_micro_batches_add_up_to_one_batch",
+    "test_replicas_stay_the_same",
+    "test_ring_and_data_ranks",
+    "test_some_edge_cases_match_the_definition",
+    "test_the_norm_of_the_whole_gradient_is_clipped",
+    "test_training_resumes_from_a_checkpoint",
+)
+"""The tests that the quick command runs with every adapter of this package. With the first one, it runs all suites."""
+
+
 class AdapterTests(ProcessExitTests, TrainCommandTests, SoakTests, AllTrainingTests, TransportTests):
     """All tests of an adapter. They need the fixtures of :mod:`ring_backends.testing.plugin`."""

@@ -152,7 +152,7 @@ class TrafficTests(AdapterSuite):
         check_sent_bytes(world, self.adapter, rings, layout, case)
 
     @core
-    @in_every_layout("name", EDGE_CASES)
+    @in_every_layout("name", EDGE_CASES, quick_every=4)
     def test_edge_cases_send_the_bytes_of_the_schedule(self, world: World, layout: LayoutKind, name: str) -> None:
         check_sent_bytes(world, self.adapter, FOUR, layout, EDGE_CASES[name])
 

@@ -249,6 +249,15 @@ class TrainingTests(TrainingSuite):
         assert seen == {torch.bfloat16}, seen
         check_moves(states, train_alone(rings, "zigzag", recipe), 0.05, "bf16")
 
+    @requires("mixed precision")
+    @on_every_rank
+    def test_gradients_in_bf16_are_added_in_fp32(self) -> None:
+        """In bf16, 256 + 1 is 256."""
+        state = self.parallelize(mixed_precision=torch.bfloat16)
+        state.backward(state.loss(state.model(torch.tensor([(256.0, 1.0, 1.0, 1.0)[dist.get_rank()]])).sum(), 1, 1))
+        state.step()
+        assert weight_of(state) == -259.0, weight_of(state)
+
     @requires("mixed precision", "loss scaling")
     @pytest.mark.parametrize("rings", matrix_but(TWO, of=(TWO, FOUR)), ids=str)
     @on_every_rank
@@ -291,7 +300,7 @@ class TrainingTests(TrainingSuite):
         check_moves(states, wanted, 0.05, "bf16")
 
     @requires("gradient accumulation", "evaluation within a step")
-    @pytest.mark.parametrize("max_grad_norm", [pytest.param(None, marks=pytest.mark.core), 0.1])
+    @pytest.mark.parametrize("max_grad_norm", [pytest.param(None, marks=[pytest.mark.core, MORE_CASES]), 0.1])
     @on_every_rank
     def test_evaluations_change_nothing(self, max_grad_norm: float | None) -> None:
         """Evaluations precede and follow every backward."""

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ring_backends.errors import RingMismatchError
 from ring_backends.testing.capabilities import core, requires
 from ring_backends.testing.failing_calls import ODD_RANK, ending
-from ring_backends.testing.marks import matrix_but
+from ring_backends.testing.marks import THOROUGH, matrix_but
 from ring_backends.testing.rings import FOUR, TWO, TWO_OF_TWO, RingSpec
 from ring_backends.testing.training_runs import Precision, Recipe, State, Trainer, TrainingSuite, every_precision
 from ring_backends.testing.world import World, on_every_rank
@@ -170,6 +170,7 @@ class TrainingCheckpointTests(TrainingSuite):
         trainer.state.load(path)
         trainer.check_state(saved)
 
+    @THOROUGH
     @core
     @requires("another ring size")
     def test_a_checkpoint_resumes_with_another_ring_size(self, world: World, pair: World, tmp_path: Path) -> None:
@@ -218,7 +219,7 @@ class TrainingCheckpointTests(TrainingSuite):
 @core
 @requires("training", "save and load")
 class CheckpointErrorTests(TrainingSuite):
-    @pytest.mark.parametrize("what", ["spoiled", "damaged"])
+    @pytest.mark.parametrize("what", matrix_but("damaged", of=("spoiled", "damaged")))
     @on_every_rank
     def test_changed_checkpoints_are_refused_and_run_no_code(self, tmp_path: Path, what: str) -> None:
         """Load changed copies of a checkpoint, then the checkpoint, in a run with other parameters."""

@@ -20,7 +20,8 @@ from ring_backends.ring import collectives
 from ring_backends.ring.notices import Notices
 from ring_backends.ring.ring import Ring
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
-from ring_backends.testing.failing_calls import A_MOMENT, AT_ONCE, ODD_RANK, SHORT, ending
+from ring_backends.testing.failing_calls import A_MOMENT, AT_ONCE, ODD_RANK, SHORT, ending, shorten
+from ring_backends.testing.marks import MORE_CASES, THOROUGH
 from ring_backends.testing.models import BlocksOfExperts, OneParameter, TwoLayers
 from ring_backends.testing.rings import TWO
 from ring_backends.testing.training_runs import Recipe, TrainingSuite
@@ -162,20 +163,22 @@ class TrainingMismatchTests(TrainingSuite):
             ended.check(RingMismatchError, f"rank {ODD_RANK} refused", within=AT_ONCE)
         ended.check(RuntimeError, "step() after 0 of 1 backward calls")
 
+    @THOROUGH
     @core
     @on_every_rank
     def test_a_rank_that_stays_away_from_a_count_is_reported_in_time(self) -> None:
-        state = self.parallelize(ring=self.new_ring(TWO, SHORT))
+        state = self.parallelize(ring=self.new_ring(TWO))
+        shorten(state.ring, state._world)
         if dist.get_rank() != ODD_RANK:
-            ending(state.global_count, 3).check(RingPeerError, "global_count", within=SHORT + 2)
+            ending(state.global_count, 3).check(RingPeerError, "global_count", within=SHORT + A_MOMENT)
 
-    def usual_steps(self, seconds: float = 60.0) -> Any:
-        state = self.parallelize(BlocksOfExperts((4, 4)), sgd, self.new_ring(TWO, seconds))
+    def usual_steps(self) -> Any:
+        state = self.parallelize(BlocksOfExperts((4, 4)), sgd, self.new_ring(TWO))
         for _ in range(2):
             _step(state)
         return state
 
-    @pytest.mark.parametrize("accumulation_steps", [1, pytest.param(3, marks=needs_accumulation)])
+    @pytest.mark.parametrize("accumulation_steps", [1, pytest.param(3, marks=[needs_accumulation, MORE_CASES])])
     @on_every_rank
     def test_a_usual_step_has_one_exchange(self, accumulation_steps: int) -> None:
         """Besides the exchanges of attention, once no configuration is new."""
@@ -190,15 +193,23 @@ class TrainingMismatchTests(TrainingSuite):
             counts.append(gathered.call_count + compared.call_count)
         assert counts[WARM_UP:] == [1, 1, 1], counts
 
-    @pytest.mark.parametrize("name", UNUSUAL)
+    @pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(name, marks=() if name == "another call" else [MORE_CASES, pytest.mark.core])
+            for name in UNUSUAL
+        ],
+    )
     @on_every_rank
     def test_a_rank_that_leaves_the_usual_sequence_is_reported(self, name: str) -> None:
         state, (field, odd) = self.usual_steps(), UNUSUAL[name]
         ended = ending(lambda: ((odd if dist.get_rank() == ODD_RANK else _step)(state), state.global_count(1)))
         ended.check(RingMismatchError, field, f"rank {ODD_RANK}: ", within=AT_ONCE)
 
+    @THOROUGH
     @on_every_rank
     def test_a_rank_that_stays_away_from_a_usual_step_is_reported_in_time(self) -> None:
-        state = self.usual_steps(SHORT)
+        state = self.usual_steps()
+        shorten(state.ring, state._world)
         if dist.get_rank() != ODD_RANK:
             ending(_step, state).check(RingPeerError, within=SHORT + A_MOMENT)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import AT_ONCE, ODD_RANK, Ended, ending
-from ring_backends.testing.marks import MORE_CASES, matrix_but
+from ring_backends.testing.marks import MORE_CASES, THOROUGH, matrix_but
 from ring_backends.testing.models import Normalized, OneParameter, TwoLayers, unit_sgd, weight_of
 from ring_backends.testing.rings import ONE_OF_TWO, TWO, TWO_OF_TWO, backend, ring_here
 from ring_backends.testing.training_checkpoints import save_and_load
@@ -167,7 +167,9 @@ class TrainingStepTests(AdapterSuite):
         state.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
         ending(state.step).check(RuntimeError, "in parallelize()", "added later")
 
-    @pytest.mark.parametrize("kind", LOSSES)
+    @THOROUGH
+    @core
+    @pytest.mark.parametrize("kind", matrix_but("a constant", of=LOSSES))
     @on_every_rank
     def test_invalid_losses_are_reported(self, kind: str) -> None:
         """One rank passes an invalid loss."""
@@ -186,6 +188,7 @@ class TrainingStepTests(AdapterSuite):
                 later.check(RuntimeError, within=AT_ONCE)
             assert "backward() raised" in backward.message, backward
 
+    @THOROUGH
     @requires("a lost rank")
     def test_a_rank_that_dies_in_a_backward_is_reported(self) -> None:
         with World(4, preload=[self.adapter]) as ranks:

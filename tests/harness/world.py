@@ -41,6 +41,9 @@ __all__ = ["Outcome", "RanksFailedError", "World", "on_every_rank"]
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
+PRELOADED: set[str] = set()
+"""Names of modules that the server of ranks imports besides those of its first world, if they can be imported."""
+
 Ranks: TypeAlias = "Iterable[int] | None"
 """The ranks that make a call. None means all."""
 
@@ -299,7 +302,8 @@ def process_context(preload: Iterable[str]) -> SpawnContext | ForkServerContext:
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([rank_main.__module__, *(() if torch.cuda.is_available() else preload)])
+    modules = () if torch.cuda.is_available() else sorted({*preload, *PRELOADED})
+    context.set_forkserver_preload([rank_main.__module__, *modules])
     if sys.version_info < (3, 11):
         # The server of Python 3.10 imports from its working directory first. A checkout there is not what is tested.
         before = Path.cwd()

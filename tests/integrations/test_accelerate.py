@@ -12,13 +12,14 @@ from trainer_cases import Accelerator, assert_equal, make_model, reset_accelerat
 
 from ring_backends import Ring
 from ring_backends.integrations.accelerate import attach
+from ring_backends.testing.marks import THOROUGH
 from ring_backends.testing.world import World
 
 LONG = pytest.mark.matrix(reason="trains more models")
 PRELOAD = ["accelerate", "transformers.models.llama.modeling_llama", "ring_backends.integrations.accelerate"]
 
 
-two, four = world_of(2, *PRELOAD), world_of(4, *PRELOAD)
+two, four = world_of(2), world_of(4)
 
 
 @LONG
@@ -54,6 +55,7 @@ def rates(ring_size: int | None) -> list[float]:
     return found
 
 
+@THOROUGH
 def test_a_scheduler_takes_one_step_per_ring(two: World) -> None:
     assert two.run(rates, 2) == [rates(None)] * 2
     assert two.run(rates, 1) == two.run(rates, None)

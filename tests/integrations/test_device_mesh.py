@@ -19,7 +19,7 @@ from ring_backends import dilated_attention
 from ring_backends.adapters import native
 from ring_backends.integrations.device_mesh import RingDilated, context_parallel, ring_of
 from ring_backends.multihead import RingDilatedMultiheadAttention
-from ring_backends.testing.marks import matrix_but
+from ring_backends.testing.marks import THOROUGH, matrix_but
 from ring_backends.testing.world import World
 
 PATTERN = ([8, 24], [1, 3])
@@ -48,6 +48,7 @@ def test_training_on_two_ranks(two: World, case: tuple[Kind, str]) -> None:
         assert_equal(two.run(run, kind, shape, strategy, layout), expected)
 
 
+@THOROUGH
 @every_model
 def test_training_on_two_by_two(four: World, case: tuple[Kind, str]) -> None:
     kind, strategy = case

@@ -21,6 +21,7 @@ from ring_backends.adapters import native
 from ring_backends.integrations.device_mesh import RingDilated, context_parallel, ring_of
 from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.marks import THOROUGH
 from ring_backends.testing.world import on_every_rank
 
 FULL = ([N], [1])
@@ -245,6 +246,7 @@ def contexts_here() -> dict[str, Ended]:
     }
 
 
+@THOROUGH
 @pytest.mark.parametrize(
     "calls_by_message", [own_modules_here, meshes_here, calls_here, multihead_calls_here, contexts_here]
 )

@@ -15,7 +15,8 @@ from ring_backends.testing.world import World
 ADAPTER = "ring_backends.adapters.fsdp"
 
 
-two = world_of(2, ADAPTER)
+PRELOAD = (ADAPTER,)
+two = world_of(2)
 
 
 @pytest.mark.matrix(reason="test_gigapath.py trains on a ring; here the wrapper is another one")

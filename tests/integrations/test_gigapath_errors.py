@@ -19,10 +19,12 @@ from torch import nn
 from ring_backends import AdapterUnavailableError, DilatedPattern, Ring, RingMismatchError
 from ring_backends.integrations import gigapath
 from ring_backends.testing.failing_calls import AT_ONCE, ending
+from ring_backends.testing.marks import THOROUGH
 from ring_backends.testing.rings import TWO_OF_TWO, new_ring
 from ring_backends.testing.world import World, on_every_rank
 
-world = world_of(2, "gigapath_cases")
+PRELOAD = ("gigapath_cases",)
+world = world_of(2)
 
 
 def use(model: Any, **options: Any) -> None:
@@ -216,6 +218,7 @@ EXPORTS: dict[str, Callable[..., Any]] = {
 }
 
 
+@THOROUGH
 @pytest.mark.parametrize("how", EXPORTS)
 @on_every_rank
 def test_tracing_and_export(how: str) -> None:

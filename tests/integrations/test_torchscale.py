@@ -30,8 +30,8 @@ from ring_backends.testing.world import World, on_every_rank
 
 LONG = pytest.mark.matrix(reason="runs many models")
 
-world = world_of(2, "torchscale_cases")
-three = world_of(3, "torchscale_cases")
+PRELOAD = ("torchscale_cases",)
+world, three = world_of(2), world_of(3)
 
 
 def check(ranks: World, kind: str, layout: str, numbers: Any, how: str, exact: bool = True, **options: Any) -> Any:

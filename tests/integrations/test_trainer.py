@@ -10,19 +10,24 @@ import trainer_cases as cases
 from native_ranks import assert_near, world_of
 from trainer_cases import CASES, assert_equal, run
 
-from ring_backends.testing.marks import matrix_but
+from ring_backends.testing.marks import THOROUGH, matrix_but
 from ring_backends.testing.world import World
 
 PRELOAD = ["transformers.trainer", "transformers.models.llama.modeling_llama", "ring_backends.integrations.trainer"]
 
 
-two, three, four = (world_of(size, *PRELOAD) for size in (2, 3, 4))
+two, three, four = (world_of(size) for size in (2, 3, 4))
 
 
 LONG = pytest.mark.matrix(reason="trains four models")
 
 
-@pytest.mark.parametrize("name", matrix_but("qwen3-packed", of=CASES))
+def test_a_ring_of_two(two: World) -> None:
+    assert_equal(two.run(run, "qwen3-packed", 2, "zigzag"), run("qwen3-packed", None))
+
+
+@LONG
+@pytest.mark.parametrize("name", CASES)
 def test_two_ranks(two: World, name: str) -> None:
     """1 × 2 in both layouts, and 2 × 1."""
     expected = run(name, None)
@@ -32,16 +37,25 @@ def test_two_ranks(two: World, name: str) -> None:
 
 
 @LONG
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"router-loss", "offloaded-activations", "saved-on-cpu"}))
+@pytest.mark.parametrize(
+    "name",
+    [
+        "accumulation",
+        "bert-accumulation",
+        "classifier-lora",
+        "gemma2",
+        "label-smoothing",
+        "loss-function",
+        "qwen3-packed",
+    ],
+)
 def test_two_by_two(four: World, name: str) -> None:
     expected = run(name, None)
     assert_equal(four.run(run, name, 2, "zigzag"), expected)
 
 
-@pytest.mark.matrix(reason="trains eleven models")
-@pytest.mark.parametrize(
-    "name", ["gemma2", "gpt-oss-lora", "mistral-packed", "modernbert", "qwen3-packed", *cases.OTHERS]
-)
+@LONG
+@pytest.mark.parametrize("name", ["gpt-oss-lora", "mistral-packed", "modernbert", *cases.OTHERS])
 def test_three_ranks(three: World, name: str) -> None:
     assert_equal(three.run(run, name, 3, "zigzag"), run(name, None))
 
@@ -59,6 +73,7 @@ def test_fsdp2(two: World, strategy: str, name: str) -> None:
     assert_equal(two.run(run, name, 2, "zigzag", strategy), run(name, None))
 
 
+@THOROUGH
 @pytest.mark.parametrize("ring_size", matrix_but(2, of=(1, 2)))
 def test_resume(two: World, tmp_path: Path, ring_size: int) -> None:
     """A run that is resumed from a training checkpoint goes on as the run that wrote it."""

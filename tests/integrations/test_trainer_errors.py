@@ -23,7 +23,8 @@ from ring_backends.testing.world import on_every_rank
 TOKENS = torch.arange(1, 9).view(1, 8)
 
 
-world = world_of(2, "transformers.trainer", "ring_backends.integrations.trainer")
+PRELOAD = ("transformers.trainer", "ring_backends.integrations.trainer")
+world = world_of(2)
 
 
 def on_a_ring(model: Any) -> Any:

@@ -18,7 +18,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 pytestmark = pytest.mark.matrix(reason="only the environment for Triton has Liger's kernels")
 
-two = world_of(2, "transformers.trainer", "ring_backends.integrations.trainer")
+PRELOAD = ("transformers.trainer", "ring_backends.integrations.trainer")
+two = world_of(2)
 
 KERNELS = {"rms_norm": False, "rope": False, "swiglu": False}
 """Those that the interpreter cannot run. They compute each row from this row alone."""

@@ -24,7 +24,7 @@ from ring_backends.testing.world import World
 pytestmark = pytest.mark.matrix(reason="only the environments of the matrix have TRL")
 
 PRELOAD = ["trl", "transformers.models.llama.modeling_llama", "ring_backends.integrations.trainer"]
-two, three, four = (world_of(size, *PRELOAD) for size in (2, 3, 4))
+two, three, four = (world_of(size) for size in (2, 3, 4))
 
 WORDS = 18
 TEMPLATE = (

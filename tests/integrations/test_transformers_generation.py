@@ -69,7 +69,7 @@ def generated(ring: Ring, kind: str, options: str, padded: bool) -> Any:
         return generate(model, ring, *prompts(padded), **OPTIONS[options])
 
 
-QUICK = [("llama", "greedy", True), ("qwen3", "sampling", True)]
+QUICK = [("qwen3", "sampling", True)]
 CASES = itertools.product(CONFIGS, OPTIONS, (False, True))
 
 

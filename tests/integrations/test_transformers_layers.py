@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,13 +11,14 @@ from native_ranks import assert_near, on_ring
 from small_models import VOCABULARY, build, transformers
 from tiny_models import TinyModel, models
 from torch import Tensor
-from transformers_checks import CALL_SECONDS, PRELOAD, Check, Verdict, find_configuration, further_check
+from transformers_checks import PRELOAD as PRELOAD
+from transformers_checks import Check, Verdict, find_configuration, further_check
 
 from ring_backends import Ring
 from ring_backends.adapters import native
 from ring_backends.integrations.transformers import describe, generate, register, shard_inputs, use_ring
 from ring_backends.integrations.transformers.layers import read_mask
-from ring_backends.testing.marks import matrix_but
+from ring_backends.testing.marks import THOROUGH, matrix_but
 from ring_backends.testing.rings import LAYOUTS
 from ring_backends.testing.world import World
 
@@ -31,6 +32,7 @@ CLASSES = (
     *(f"{name}ForCausalLM" for name in ("DiffLlama", "HrmText", "Mllama", "OPT")),
     "ModernBertForMaskedLM",
 )
+PADDED = ("RobertaForMaskedLM", "OPTForCausalLM", "LlamaForCausalLM", "DeepseekV3ForCausalLM")
 CHECKS = {
     "padded": Check(seq_len=61, layout="zigzag"),
     "packed": Check(padding="packed"),
@@ -38,10 +40,9 @@ CHECKS = {
 }
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def ranks(request: pytest.FixtureRequest) -> Iterator[World]:
-    with World(request.param, call_timeout=CALL_SECONDS, preload=PRELOAD) as ranks:
-        yield ranks
+@pytest.fixture(params=[2, 3])
+def ranks(request: pytest.FixtureRequest, worlds: Callable[[int], World]) -> World:
+    return worlds(request.param)
 
 
 def configured(ranks: World, name: str) -> TinyModel:
@@ -50,7 +51,7 @@ def configured(ranks: World, name: str) -> TinyModel:
     return found[0]
 
 
-@pytest.mark.parametrize("name", matrix_but(*QUICK, of=CLASSES))
+@pytest.mark.parametrize("name", matrix_but(QUICK[0], of=CLASSES))
 def test_rings_of_two_and_three_equal_one_process(ranks: World, name: str) -> None:
     """Logits and gradients, padded and packed, and the logits of new tokens."""
     model = configured(ranks, name)
@@ -61,7 +62,7 @@ def test_rings_of_two_and_three_equal_one_process(ranks: World, name: str) -> No
             assert verdict.status == ("REFUSED" if has_chunks else "EQUAL"), (way, verdict)
 
 
-@pytest.mark.parametrize("name", ["RobertaForMaskedLM", "OPTForCausalLM", "LlamaForCausalLM", "DeepseekV3ForCausalLM"])
+@pytest.mark.parametrize("name", matrix_but("OPTForCausalLM", of=PADDED))
 @pytest.mark.parametrize("layout", matrix_but("zigzag", of=LAYOUTS))
 def test_padding_on_the_left(ranks: World, name: str, layout: Any) -> None:
     """Also of models that count positions from the first token after the padding, or have values of another width."""
@@ -113,6 +114,7 @@ def test_a_pattern_takes_the_place_of_full_attention_alone(pair: World) -> None:
             assert_near(logits, expected)
 
 
+@THOROUGH
 def test_a_compiled_model_with_windows() -> None:
     expected = make_model(sliding_window=WINDOW)(input_ids=TOKENS).logits
     register(Ring())

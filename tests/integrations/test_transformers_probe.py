@@ -20,7 +20,7 @@ from ring_backends.adapters import native
 from ring_backends.errors import RingMismatchError
 from ring_backends.integrations.transformers import generate, register, remove_ring, shard_inputs, use_ring
 from ring_backends.integrations.transformers.whole_batches import put_on_ring
-from ring_backends.testing.marks import matrix_but
+from ring_backends.testing.marks import MORE_CASES, matrix_but
 from ring_backends.testing.world import World
 
 N, VOCABULARY = 24, 40
@@ -113,7 +113,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "message"), REFUSED, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [pytest.param(*case, marks=MORE_CASES if index else ()) for index, case in enumerate(REFUSED)],
+    ids=lambda value: str(value)[:30],
+)
 def test_models_that_are_refused(name: str, options: dict[str, Any], message: str) -> None:
     """By use_ring(), which leaves the model as it was."""
     model, tokens = make(name, **options), torch.arange(4, 4 + N)[None]

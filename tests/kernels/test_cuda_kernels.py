@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ring_backends.kernels import Kernel, KernelInputs, TileInputs, aten_cuda, aten_cudnn, available_kernels
 from ring_backends.kernels.math import MathKernel
 from ring_backends.schedule.bands import Band, trimmed
-from ring_backends.testing.marks import needs_gpu
+from ring_backends.testing.marks import THOROUGH, matrix_but, needs_gpu
 
 
 class CudaOperators(TorchDispatchMode):
@@ -189,7 +189,8 @@ def cases_of(kernel: Kernel) -> st.SearchStrategy[tiles.Case]:
     return banded.flatmap(lambda banded: tiles.cases(head_dims=head_dims, masks=has_masks, banded=banded))
 
 
-@pytest.mark.parametrize("kernel", tiles.CUDA_KERNELS, ids=tiles.kernel_id)
+@THOROUGH
+@pytest.mark.parametrize("kernel", matrix_but(tiles.CUDA_KERNELS[0], of=tiles.CUDA_KERNELS), ids=tiles.kernel_id)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_cuda_kernels_on_a_model_of_the_operators(kernel: Kernel, data: st.DataObject) -> None:

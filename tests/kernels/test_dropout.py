@@ -14,6 +14,7 @@ from ring_backends import dilated_attention
 from ring_backends.activation_checkpointing import keep_attention
 from ring_backends.adapters.native import RingDilatedAttention
 from ring_backends.kernels.dropout import Dropout
+from ring_backends.testing.marks import THOROUGH
 from ring_backends.testing.reference import _splitmix as splitmix
 from ring_backends.testing.reference import reference_dropout
 
@@ -141,6 +142,7 @@ def test_a_recomputed_call_has_the_same_mask(options: dict[str, Any]) -> None:
 
 
 # Two values: torch.compile makes a symbol of a float that changes between compilations.
+@THOROUGH
 @pytest.mark.parametrize("dropout_p", [P / 2, P])
 def test_a_compiled_module_draws_new_masks_in_one_graph(dropout_p: float) -> None:
     attention = RingDilatedAttention([16, 40], [1, 2], dropout_p=dropout_p)

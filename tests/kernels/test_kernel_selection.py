@@ -31,6 +31,7 @@ from ring_backends.kernels import (
 )
 from ring_backends.kernels.aten_cudnn import AtenCudaCudnnKernel
 from ring_backends.score_mods import softcap
+from ring_backends.testing.marks import THOROUGH
 
 Setup = Callable[..., None]
 """What a fixture returns. A test calls it to set up a GPU, or measured times."""
@@ -338,6 +339,7 @@ def test_the_choice_in_words(gpu_of, capability, inputs, expected, words):
     assert re.search(words, why), why
 
 
+@THOROUGH
 def test_importing_the_package_does_not_import_triton() -> None:
     code = "import sys, ring_backends, ring_backends.kernels; sys.exit('triton' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -16,6 +16,7 @@ from ring_backends.schedule.bands import Band
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.schedule.rank_plan import ParcelRows, Tile
 from ring_backends.schedule.rows import DilatedRows
+from ring_backends.testing.marks import THOROUGH
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 
 Row = tuple[int, int]
@@ -28,6 +29,7 @@ OFFSET = 1000
 """How far apart the slices of parcels lie."""
 
 
+@THOROUGH
 @settings(max_examples=150, deadline=None)
 @given(
     case=attention_cases(max_n=40, max_heads=3),

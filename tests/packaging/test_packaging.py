@@ -26,6 +26,7 @@ from command_line import ROOT, output_of, run
 from packaging.requirements import Requirement
 
 import ring_backends
+from ring_backends.testing.marks import THOROUGH
 
 PACKAGE_DIRS = {
     "ring_backends": "ring_backends",
@@ -104,6 +105,7 @@ def test_the_tree_files_cover_the_three_directories() -> None:
     assert {f"ring_backends/{name}" for name in expected} <= set(tree_files())
 
 
+@THOROUGH
 def test_the_sdist_builds_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Path) -> None:
     # The sdist has no symlinks, so the build must not need them.
     with tarfile.open(sdist) as archive:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ring_backends import DilatedPattern, Ring, RingSchedule, SequenceLayout, dilated_attention
-from ring_backends.testing.strategies import AttentionCase, attention_cases
+from ring_backends.testing.strategies import AttentionCase, attention_cases, in_parts
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
-FUZZ = settings(max_examples=400, deadline=None, derandomize=True, database=None, suppress_health_check=SLOW)
+FUZZ = settings(max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=SLOW)
 DOCUMENTED = (ValueError, TypeError)
 SIZES = st.integers(0, 5)
 
@@ -57,9 +57,12 @@ ARGUMENTS = (
 )
 
 
-@FUZZ
-@given(attention_cases(max_n=24), st.dictionaries(st.sampled_from(ARGUMENTS), JUNK, min_size=1, max_size=3))
-def test_attention(case: AttentionCase, changes: dict[str, Any]) -> None:
+@in_parts(4)
+@settings(FUZZ, max_examples=100)
+@given(
+    case=attention_cases(max_n=24), changes=st.dictionaries(st.sampled_from(ARGUMENTS), JUNK, min_size=1, max_size=3)
+)
+def test_attention(part: int, case: AttentionCase, changes: dict[str, Any]) -> None:
     """Make a valid call with some arguments replaced by arbitrary values."""
     query, key, value, _, mask = case.tensors()
     arguments = {"query": query, "key": key, "value": value, "key_padding_mask": mask, **case.options()}

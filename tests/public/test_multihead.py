@@ -18,6 +18,7 @@ from ring_backends.adapters.native import NativeRingDilatedAttention
 from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import LayoutKind
+from ring_backends.testing.marks import THOROUGH
 
 EMBED_DIM, HEADS, HEAD_DIM = 24, 6, 4
 
@@ -231,6 +232,7 @@ def test_bad_inputs_are_named(x: Tensor, options: dict[str, Any], error: type[Ex
         layer(x, **options)
 
 
+@THOROUGH
 def test_a_compiled_layer_has_one_graph_per_length() -> None:
     """This test uses one device. The harness compiles models with attention on a ring."""
     torch.compiler.reset()

@@ -28,6 +28,7 @@ from ring_backends.engine.call import check_call
 from ring_backends.engine.forward import forward
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels.score_mod import identity
+from ring_backends.testing.marks import THOROUGH, matrix_but
 from ring_backends.testing.world import World
 
 HEADS, LENGTH = 4, 40
@@ -73,7 +74,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", matrix_but("alibi", of=FUNCTIONS))
 def test_equals_flex_attention(name: str) -> None:
     query, key, value, grad_out = make()
     heads_first = [x.transpose(1, 2) for x in (query, key, value)]
@@ -390,6 +391,7 @@ def applied(function: Any) -> Any:
     return lambda score, batch, head, q_idx, kv_idx: function(score)
 
 
+@THOROUGH
 def test_identities_do_not_depend_on_the_process(tmp_path: Path) -> None:
     """A set is a constant whose order depends on the seed of hashes."""
     imported = "from ring_backends.kernels.score_mod import identity"

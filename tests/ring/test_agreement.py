@@ -25,6 +25,7 @@ from ring_backends.ring.collectives import event_of
 from ring_backends.ring.differences import describe_differences
 from ring_backends.ring.watchdog import Watchdog
 from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.marks import THOROUGH, matrix_but
 
 A_MOMENT = 1.0
 """Seconds by which a busy machine may exceed a timeout."""
@@ -51,7 +52,8 @@ def agreement(store: Any, rank: int, seconds: float = 1.0) -> Agreement:
     return Agreement(store, rank, 2, timedelta(seconds=seconds), lambda: None)
 
 
-@pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
+@THOROUGH
+@pytest.mark.parametrize("fault", matrix_but(signal.SIGKILL, of=(signal.SIGSTOP, signal.SIGKILL)))
 def test_a_store_whose_host_is_gone(host: tuple[subprocess.Popen[str], Any], fault: signal.Signals) -> None:
     process, store = host
     alone = agreement(store, 0)
@@ -61,6 +63,7 @@ def test_a_store_whose_host_is_gone(host: tuple[subprocess.Popen[str], Any], fau
     again.check(RingPeerError, "initialize")
 
 
+@THOROUGH
 def test_a_refusal_where_the_store_is_gone(host: tuple[subprocess.Popen[str], Any]) -> None:
     process, store = host
     process.send_signal(signal.SIGSTOP)
@@ -88,6 +91,7 @@ def test_ranks_agree_on_a_call_after_a_refusal() -> None:
     assert calls[0].tag(0) == calls[1].tag(0)
 
 
+@THOROUGH
 def test_a_call_ends_within_its_timeout() -> None:
     """The timeout includes the questions that a rank asks the store after a failed wait."""
     for seconds in (1.0, 4.0):
@@ -227,6 +231,7 @@ def test_the_refusal_of_an_earlier_call_is_named() -> None:
         ranks[0].fail(call, "rank 0 waited", TimeoutError())
 
 
+@THOROUGH
 def test_progress_moves_the_deadline_of_a_wait() -> None:
     alone, steps = agreement(HashStore(), 0, 0.4), [0]
     alone._agreed.add(Configuration({}).digest)

@@ -33,7 +33,7 @@ from ring_backends.ring.ring import Ring
 from ring_backends.ring.stream_hops import FollowedHop, FollowedHops, Headers, StreamHop
 from ring_backends.ring.transfer import WorkTransfer
 from ring_backends.testing.failing_calls import Ended, ending
-from ring_backends.testing.marks import MORE_CASES
+from ring_backends.testing.marks import MORE_CASES, THOROUGH, matrix_but
 from ring_backends.training.state import TrainingState
 
 __all__ = ["cuda"]
@@ -84,7 +84,10 @@ def call_differently(ring: SimulatedRing, difference: str) -> Ended:
 
 @pytest.mark.parametrize(
     ("difference", "named"),
-    [("is_causal", "is_causal (rank 0: False, rank 1: True"), ("modules", "order of calls (rank 0: attention 1")],
+    [
+        pytest.param("is_causal", "is_causal (rank 0: False, rank 1: True", marks=MORE_CASES),
+        ("modules", "order of calls (rank 0: attention 1"),
+    ],
 )
 def test_calls_of_equal_sizes_that_differ(difference: str, named: str) -> None:
     """NCCL pairs their messages."""
@@ -99,6 +102,7 @@ def test_without_headers_calls_of_equal_sizes_would_pass() -> None:
             assert ended.error == "no error", ended
 
 
+@THOROUGH
 def test_a_mismatch_is_named_if_the_peer_reports_nothing() -> None:
     """The peer has sent the message of another hop, and does not use the ring again."""
 
@@ -191,6 +195,7 @@ def test_headers_reach_the_host_whatever_the_default_device_is() -> None:
         assert cases.copy_to_host(numbers).device.type == "cpu"
 
 
+@THOROUGH
 def test_a_peer_that_never_comes() -> None:
     """All ranks raise in time, also those that exchange nothing with the lost rank. The process goes on."""
 
@@ -216,7 +221,8 @@ def post(hops: Hops, step: int) -> Hop | None:
     return hops.post(step, {}, (), incoming, RowFormat(1, 4, 4, torch.float32))
 
 
-@pytest.mark.parametrize("use", ["begin", "post"])
+@THOROUGH
+@pytest.mark.parametrize("use", matrix_but("post", of=("begin", "post")))
 def test_a_lost_peer_is_reported_without_synchronize(use: str) -> None:
     """The next call raises when it begins. A call that has begun raises when it posts its next hop."""
 
@@ -301,7 +307,7 @@ def test_a_refused_call() -> None:
     ("how", "where"),
     [
         ("raises", "attention"),
-        ("vanishes", "unshard"),
+        pytest.param("vanishes", "unshard", marks=MORE_CASES),
         pytest.param("raises", "unshard", marks=MORE_CASES),
         pytest.param("vanishes", "attention", marks=MORE_CASES),
     ],
@@ -344,7 +350,8 @@ class LostStore:
         return False
 
 
-@pytest.mark.parametrize("hangs", [False, True], ids=["fails", "hangs"])
+@THOROUGH
+@pytest.mark.parametrize("hangs", matrix_but(False, of=(False, True)), ids=["fails", "hangs"])
 def test_a_lost_store_changes_no_deadline(hangs: bool) -> None:
     """The host of the store died with the peer. The watchdog asks the store only once."""
     answers = threading.Event() if hangs else None
@@ -410,7 +417,7 @@ def test_a_hop_that_is_posted_in_vain_is_abandoned() -> None:
     assert transfer.abandon.call_count == 1
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("direction", matrix_but("backward", of=("forward", "backward")))
 def test_an_unshard_that_raises_is_reported(direction: str) -> None:
     """The other ranks learn long before the deadline that a rank has no memory left."""
 

@@ -25,6 +25,7 @@ from ring_backends.ring.notices import REFUSED
 from ring_backends.ring.stream_hops import Headers
 from ring_backends.testing.calls import call_here
 from ring_backends.testing.correctness import EDGE_CASES
+from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.rings import FOUR
 from ring_backends.testing.world import World, on_every_rank
 
@@ -168,7 +169,7 @@ def attend_with_headers(name: str) -> None:
     assert not any(differences), differences
 
 
-@pytest.mark.parametrize("name", ["native", "fsdp", "deepspeed", "fairscale"])
+@pytest.mark.parametrize("name", matrix_but("native", of=("native", "fsdp", "deepspeed", "fairscale")))
 def test_every_adapter_sends_headers(world: World, name: str) -> None:
     reason = available_adapters()[name]
     if reason is not None:

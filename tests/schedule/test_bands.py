@@ -14,7 +14,7 @@ from ring_backends.schedule.bands import ANTICAUSAL, CAUSAL, Band, Part, cut_ban
 
 SIZES = st.integers(1, 30)
 LIMITS = st.one_of(st.none(), st.just(0), st.integers(-20, 30))
-RANDOM = settings(max_examples=600, deadline=None, derandomize=True, database=None)
+RANDOM = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 
 
 def shown(num_queries: int, num_keys: int, band: Band | None) -> Tensor:

@@ -27,6 +27,7 @@ from ring_backends.schedule.rank_plan import Message, Parcel, RankPlan, Step
 from ring_backends.schedule.rows import DilatedRows
 from ring_backends.schedule.tiling import max_tile_bytes
 from ring_backends.testing.fine_cuts import every_branch_spread, fine_cuts
+from ring_backends.testing.marks import THOROUGH
 from ring_backends.testing.reference import reference_counts
 from ring_backends.testing.strategies import AttentionCase, attention_cases, in_parts
 
@@ -217,6 +218,7 @@ def test_every_visible_pair_is_computed_exactly_once(part, case, ring_size, layo
     check_openings(case.schedule(ring_size, layout))
 
 
+@THOROUGH
 @in_parts(4)
 @settings(max_examples=10, deadline=None)
 @given(case=CASES, ring_size=st.integers(1, 8), layout=LAYOUTS)
@@ -225,8 +227,8 @@ def test_fine_cuts_change_only_the_number_of_hops(part: int, case: AttentionCase
         check_plans(case.schedule(ring_size, layout), case)
 
 
-@in_parts(5)
-@settings(max_examples=10, deadline=None)
+@in_parts(10)
+@settings(max_examples=5, deadline=None)
 @given(case=CASES, ring_size=RING_SIZES, layout=LAYOUTS, message_cost=st.sampled_from([0.0, 0.3, 5.0]))
 def test_spread_branches(part: int, case: AttentionCase, ring_size: int, layout: str, message_cost: float) -> None:
     """All branches are spread, in one hop or in several."""
@@ -326,6 +328,7 @@ def test_causal_chunks_stop_where_no_later_rank_needs_them() -> None:
     assert len(set(zigzag.pairs.tolist())) == 1, "zigzag balances causal work"
 
 
+@THOROUGH
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_forwarded_rows_are_not_copied_if_segments_nest(layout: str, is_causal: bool) -> None:
@@ -407,6 +410,7 @@ def test_the_description_has_tables_of_branches_and_ranks() -> None:
     assert long_ring.count("\n") < 40
 
 
+@THOROUGH
 def test_a_billion_tokens_on_a_thousand_ranks(tmp_path: Path) -> None:
     """Building and summing takes less than 10 seconds and 1 GiB, without the import of torch."""
     script = textwrap.dedent(

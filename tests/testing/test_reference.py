@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import ring_backends.testing.reference
+from ring_backends.testing.marks import THOROUGH
 from ring_backends.testing.reference import dense_attention as dense
 from ring_backends.testing.reference import reference_attention, reference_counts, reference_phantom_counts
 from ring_backends.testing.strategies import DTYPES, AttentionCase, attention_cases
@@ -97,6 +98,7 @@ def leaves(case: AttentionCase) -> tuple[list[Tensor], Tensor, Tensor | None]:
     return [x.requires_grad_() for x in inputs], grad_out, mask
 
 
+@THOROUGH
 @settings(max_examples=150, deadline=None)
 @given(case=attention_cases(**SMALL))
 def test_equals_the_loop_over_rows(case):

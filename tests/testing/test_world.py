@@ -18,7 +18,7 @@ import torch.distributed as dist
 from command_line import environment, output_of, run
 
 from ring_backends.errors import RingMismatchError
-from ring_backends.testing.marks import MORE_CASES
+from ring_backends.testing.marks import MORE_CASES, THOROUGH
 from ring_backends.testing.world import RanksFailedError, World, on_every_rank
 
 
@@ -148,6 +148,7 @@ def test_an_error_shows_every_rank(pair):
     assert [outcome.status for outcome in failure.value.outcomes] == ["returned", "raised"]
 
 
+@THOROUGH
 def test_an_error_shows_where_the_others_wait(pair):
     start = time.monotonic()
     with pytest.raises(RanksFailedError) as failure:
@@ -222,6 +223,7 @@ if __name__ == "__main__":
 """
 
 
+@THOROUGH
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked from a server only on Linux")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, the server imports only torch")
 def test_ranks_have_the_imports_of_their_server(tmp_path):
@@ -230,6 +232,7 @@ def test_ranks_have_the_imports_of_their_server(tmp_path):
     assert run([str(script)], tmp_path, timeout=60).stdout == "[True] False\n"
 
 
+@THOROUGH
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/environ")
 def test_ranks_start_with_the_variables_of_their_world(pair):
     assert pair.run(environment_at_start, "TUNABLE") == [None, None]  # the fork server runs from now on

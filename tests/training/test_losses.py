@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ring_backends.testing.marks import THOROUGH
 from ring_backends.training import chunked_cross_entropy
 
 BATCH, SEQ, FEATURES, WORDS = 2, 37, 8, 50
@@ -59,6 +60,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
+@THOROUGH
 def test_no_tensor_has_the_logits_of_all_rows() -> None:
     """131,072 rows and 128,000 words, without values."""
     rows = torch.empty(1, 131_072, 64, device="meta", requires_grad=True)
