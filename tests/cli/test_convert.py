@@ -70,7 +70,7 @@ def test_convert_a_decoder_and_a_converted_file(tmp_path: Path) -> None:
     source, target, again = (tmp_path / name for name in ("lm.pt", "decoder.pt", "again.pt"))
     torch.save(prefixed("module.decoder.", tokens=True), source)
     printed = shown("convert --num-heads 4", source, target)
-    assert "19, 80, 19" in printed
+    assert "19, 130, 19" in printed
     assert "not given" in printed
     assert "Left out" not in printed
     model = LongNetDecoder.from_checkpoint(target, ts.attention())

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kernel_cases import outside_of
 
 from ring_backends import DilatedPattern, RingSchedule, SequenceLayout
 from ring_backends.cost.estimate import Estimate
@@ -25,7 +26,7 @@ from ring_backends.ring.topology import topology_order
 from ring_backends.schedule.bands import Band
 from ring_backends.schedule.limits import limits_of
 from ring_backends.schedule.planner import rank_plan
-from ring_backends.schedule.rank_plan import Message, Tile
+from ring_backends.schedule.rank_plan import Message
 from ring_backends.schedule.rows import DilatedRows
 from ring_backends.schedule.spread import MESSAGE_COST
 from ring_backends.testing.fine_cuts import every_branch_spread
@@ -83,12 +84,13 @@ def test_buffers_of_long_hops_take_the_share_of_the_planner(itemsize: int, head_
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@example(case=AttentionCase(seq_len=32, segment_lengths=(16,), dilation_rates=(1,)), ring_size=2, kind="zigzag")
 @given(case=attention_cases(max_n=200), ring_size=st.integers(1, 12), kind=st.sampled_from(["contiguous", "zigzag"]))
-def test_bytes_flops_and_tokens_equal_those_of_the_schedule(case: AttentionCase, ring_size: int, kind: Any) -> None:
-    schedule = case.schedule(ring_size, kind)
+def test_numbers_equal_those_of_the_schedule_and_of_the_plans(case: AttentionCase, ring_size: int, kind: Any) -> None:
+    """Bytes, FLOPs and tokens are those of the schedule, and tiles and hops those of the plans that ranks execute."""
+    schedule, ranks = case.schedule(ring_size, kind), range(ring_size)
     sizes = {"batch": case.batch, "head_dim": case.head_dim}
     cost = RingCost(schedule, **sizes, itemsize=case.dtype.itemsize)
-    ranks = range(ring_size)
     for backward in (False, True):
         stated = [schedule.wire_bytes(r, **sizes, itemsize=case.dtype.itemsize, backward=backward) for r in ranks]
         assert cost.sent_bytes(backward=backward).tolist() == stated
@@ -96,26 +98,18 @@ def test_bytes_flops_and_tokens_equal_those_of_the_schedule(case: AttentionCase,
     assert cost.flops().tolist() == forward
     assert cost.flops(backward=True).tolist() == [flops * 5 / 2 for flops in forward]
     assert cost.tokens.tolist() == [schedule.layout.local_len(rank) for rank in ranks]
-
-
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
-@example(case=AttentionCase(seq_len=32, segment_lengths=(16,), dilation_rates=(1,)), ring_size=2, kind="zigzag")
-@given(case=attention_cases(max_n=120), ring_size=st.integers(1, 9), kind=st.sampled_from(["contiguous", "zigzag"]))
-def test_tiles_and_links_equal_those_of_the_plans(case: AttentionCase, ring_size: int, kind: Any) -> None:
-    """The tiles and hops of the model equal those of the plans that ranks execute."""
-    schedule = case.schedule(ring_size, kind)
     cost = RingCost(schedule, 1, case.head_dim, 8)
     travel = schedule.travel(itemsize=8)
     keys: Counter[int] = Counter()
     grads: Counter[int] = Counter()
-    for rank in range(ring_size):
+    for rank in ranks:
         own_pairs = own_rows = own_tiles = largest = 0
         plan = rank_plan(schedule, rank, batch=1, head_dim=case.head_dim, itemsize=8)
         for _, step in plan.steps:
             for tile in step.tiles:
                 rows, segments, heads = tile.queries.rows, tile.queries.segments, tile.queries.num_heads
                 if isinstance(tile.keys, DilatedRows) and tile.queries.start == tile.keys.start:
-                    own_pairs += segments * heads * sum(len(seen_by(tile, row)) for row in range(rows))
+                    own_pairs += segments * heads * int((~outside_of(tile.band or Band(), rows, tile.keys.rows)).sum())
                     own_rows += segments * heads * rows
                     own_tiles += 1
                     largest = max(largest, 4 * (tile.queries.size + tile.keys.size))
@@ -127,17 +121,10 @@ def test_tiles_and_links_equal_those_of_the_plans(case: AttentionCase, ring_size
         assert (float(cost.tiles.own_pairs[rank]), float(cost.tiles.rows.own[rank])) == (own_pairs, own_rows)
         assert int(cost.tiles.num_tiles(travel)[0][rank]) == own_tiles
         assert int(cost.tiles.largest_rows[rank]) >= largest
-    assert travel.key_rows_sent.tolist() == [keys[rank] for rank in range(ring_size)]
-    assert schedule.rows_received.tolist() == [grads[rank] for rank in range(ring_size)]
-    everywhere = sum(2 * case.head_dim * 8 * (2 * keys[rank] + grads[rank]) for rank in range(ring_size))
-    assert schedule.bytes_between_hosts(range(ring_size), batch=1, head_dim=case.head_dim, itemsize=8) == everywhere
-
-
-def seen_by(tile: Tile, row: int) -> range:
-    """The key rows that a query row of a tile sees."""
-    band, stop = tile.band or Band(), tile.keys.rows
-    first = 0 if band.below is None else max(0, row - band.below)
-    return range(first, stop if band.above is None else min(stop, row + band.above + 1))
+    assert travel.key_rows_sent.tolist() == [keys[rank] for rank in ranks]
+    assert schedule.rows_received.tolist() == [grads[rank] for rank in ranks]
+    everywhere = sum(2 * case.head_dim * 8 * (2 * keys[rank] + grads[rank]) for rank in ranks)
+    assert schedule.bytes_between_hosts(ranks, batch=1, head_dim=case.head_dim, itemsize=8) == everywhere
 
 
 def num_rows(messages: Iterable[Message]) -> int:

@@ -141,7 +141,7 @@ def stand_ins(folder: Path) -> list[Path]:
     for path, name in modules.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(f"from {name} import *\n")
-    return [folder, ROOT / "tests" / "integrations", ROOT / "tests" / "longnet"]
+    return [folder, ROOT / "tests" / "integrations"]
 
 
 def without_rounding(text: str) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import tempfile
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -36,25 +36,15 @@ FP32_TOLERANCE = 1e-4
 pytestmark = pytest.mark.matrix(reason="starts four processes per case; the harness tests training with every adapter")
 
 
-def source(example: str, framework: str) -> str:
-    """The source of an example, with the import line of ``framework`` unless the example has an option for it."""
+def train(example: str, framework: str, num_ranks: int, folder: Path) -> tuple[list[float], int]:
+    """Run an example, with the import line of ``framework`` unless the example has an option for it.
+
+    Returns its losses, and the bytes that it reports for rank 0.
+    """
     text = (EXAMPLES / f"{example}.py").read_text(encoding="utf-8")
     assert text.count(IMPORT) == (example not in WITH_OPTION)
-    return text.replace(IMPORT, IMPORT.replace("native", framework))
-
-
-@cache
-def reason_to_skip(example: str, framework: str) -> str | None:
-    if example == "hugging_face" and importlib.util.find_spec("transformers") is None:
-        return "transformers is not installed"
-    reason = available_adapters()[framework]
-    return None if reason is None else f"{framework}: {reason}"
-
-
-def train(example: str, framework: str, num_ranks: int, folder: Path) -> tuple[list[float], int]:
-    """Run an example. Returns its losses, and the bytes that it reports for rank 0."""
     script = folder / f"{example}_{framework}_{num_ranks}.py"
-    script.write_text(source(example, framework), encoding="utf-8")
+    script.write_text(text.replace(IMPORT, IMPORT.replace("native", framework)), encoding="utf-8")
     steps, seq_len = SIZES[example]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     options = ["--steps", str(steps), "--seq-len", str(seq_len)]
@@ -77,9 +67,10 @@ def train_alone(example: str) -> list[float]:
 
 @pytest.mark.parametrize(("example", "framework"), RUNS)
 def test_two_ranks_have_the_losses_of_one_rank(example: str, framework: str, tmp_path: Path) -> None:
-    reason = reason_to_skip(example, framework)
-    if reason is not None:
-        pytest.skip(reason)
+    if example == "hugging_face" and find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    if reason := available_adapters()[framework]:
+        pytest.skip(f"{framework}: {reason}")
     losses, sent = train(example, framework, 2, tmp_path)
     assert losses[-1] < losses[0]
     assert losses == pytest.approx(train_alone(example), abs=FP32_TOLERANCE)

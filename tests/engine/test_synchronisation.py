@@ -6,10 +6,7 @@ copies.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -32,7 +29,6 @@ from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels import KernelInputs
 from ring_backends.kernels.constants import constant
 from ring_backends.ring.ring import Ring, Traffic
-from ring_backends.ring.transfer import Transfer
 from ring_backends.testing.marks import matrix_but
 
 
@@ -60,20 +56,10 @@ class RefuseCopiedNumbers(TorchFunctionMode):
         return result
 
 
-@contextlib.contextmanager
-def refuse_copies() -> Iterator[None]:
-    with RefuseCopies(), RefuseCopiedNumbers():
-        yield
-
-
-class NoTransfer(Transfer):
-    def wait(self, timeout: timedelta) -> None:
-        pass
-
-
 def no_hops() -> Hops:
     """Hops that post nothing."""
-    return Hops(0, lambda outgoing, incoming, tag: NoTransfer(), mock.MagicMock(), mock.MagicMock(), Traffic())
+    transfer = mock.Mock(**{"wait.return_value": None})
+    return Hops(0, lambda outgoing, incoming, tag: transfer, mock.MagicMock(), mock.MagicMock(), Traffic())
 
 
 def inputs_on_gpu(ring_size: int, dtype: torch.dtype) -> AttentionInputs:
@@ -110,7 +96,7 @@ def test_no_call_makes_the_host_wait(kernel: Any, option: str, ring_size: int) -
     skip_if_refused(kernel, KernelInputs(torch.device("meta"), dtype, 16, **NEEDS[option]))
     pattern = DilatedPattern([64, 300], [1, 3], padding="zeros" if option == "zero keys" else "masked")
     ring = Ring(size=ring_size, ranks=tuple(range(ring_size)), layout_kind="zigzag")
-    with refuse_copies():
+    with RefuseCopies(), RefuseCopiedNumbers():
         inputs = inputs_on_gpu(ring_size, dtype)
         marks = inputs.query.shape[:2]
         options: dict[str, dict[str, Any]] = {
@@ -135,7 +121,7 @@ def test_no_step_of_decoding_makes_the_host_wait(kernel: Any, has_mask: bool) ->
     # With rate 2, heads 0, 2, 4, ... of the first offset have the key/value heads 0, 0, 1, 2, 2, 3.
     pattern = DilatedPattern([64, 300], [1, 2], window_lengths=[None, 2])
     cache = KeyValueCache(Ring(ranks=(0,)), pattern)
-    with refuse_copies():
+    with RefuseCopies(), RefuseCopiedNumbers():
         query = torch.empty(2, 1, 12, 16, device="meta", dtype=dtype)
         key, value = (torch.empty(2, 1, 4, 16, device="meta", dtype=dtype) for _ in range(2))
         ignored = torch.empty(2, 1, device="meta", dtype=torch.bool) if has_mask else None
@@ -164,7 +150,8 @@ def test_no_step_of_decoding_makes_the_host_wait(kernel: Any, has_mask: bool) ->
     ],
 )
 def test_what_is_refused(wait: Any) -> None:
-    with refuse_copies(), pytest.raises((AssertionError, NotImplementedError, RuntimeError), match=r"copies|meta"):
+    errors = AssertionError, NotImplementedError, RuntimeError
+    with RefuseCopies(), RefuseCopiedNumbers(), pytest.raises(errors, match=r"copies|meta"):
         wait(torch.empty(4, device="meta"))
 
 

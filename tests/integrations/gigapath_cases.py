@@ -18,7 +18,6 @@ import torchscale_modules
 from native_ranks import ADAPTER, native_ring
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torchscale_reference import reference_attention
 
 from ring_backends import Ring
 from ring_backends.activation_checkpointing import keep_attention
@@ -195,7 +194,7 @@ def map_by_own_code(numbers: Sequence[int], layer: int, tile: int | None) -> Ten
         q, k = (rows[name].unflatten(-1, (self_attn.num_heads, -1)) for name in "qk")
         each_key = torch.eye(q.shape[1], dtype=q.dtype)[None, :, None].expand(-1, -1, self_attn.num_heads, -1)
         branches = (self_attn.args.segment_length, self_attn.args.dilated_ratio)
-        found = reference_attention(q, k, each_key, branches, False)[0]
+        found = torchscale_modules.reference_attention(q, k, each_key, branches, False)[0]
         maps[index][:, kept] = found[0 if tile is None else int(kept[: tile + 1].sum())][:, 1:].detach()
     return maps
 

@@ -7,6 +7,7 @@ It is written for these tests. Its encoder is the tests' stand-in for torchscale
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,17 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchscale_modules import LongNetEncoder
-
-
-class PatchEmbed(nn.Module):
-    def __init__(self, in_chans: int, embed_dim: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(in_chans, embed_dim)
-        self.norm = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.proj(x))
-
 
 DEFAULTS = {
     **{"slide_ngrids": 1000, "tile_size": 256, "max_wsi_size": 262144, "norm_layer": nn.LayerNorm},
@@ -36,7 +26,7 @@ class LongNetViT(nn.Module):
     def __init__(self, in_chans: int = 1536, embed_dim: int = 256, depth: int = 12, **options: Any) -> None:
         super().__init__()
         given = SimpleNamespace(**{**DEFAULTS, **options})
-        self.patch_embed = PatchEmbed(in_chans, embed_dim)
+        self.patch_embed = nn.Sequential(OrderedDict(proj=nn.Linear(in_chans, embed_dim), norm=nn.Identity()))
         self.tile_size, self.slide_ngrids, self.global_pool = given.tile_size, given.slide_ngrids, given.global_pool
         self.cls_token = nn.Parameter(0.02 * torch.randn(1, 1, embed_dim))
         self.register_buffer("pos_embed", sine_embedding(embed_dim, given.slide_ngrids), persistent=False)
@@ -47,7 +37,7 @@ class LongNetViT(nn.Module):
         rates = {"dropout": given.dropout, "drop_path_rate": given.drop_path_rate}
         off = "xpos_rel_pos multiway moe_freq rel_pos_buckets seq_parallel attention_dropout activation_dropout"
         args = {**{f"encoder_{name}": size for name, size in sizes.items()}, **pattern, **rates}
-        self.encoder = LongNetEncoder(SimpleNamespace(**args, **dict.fromkeys(off.split(), 0)))
+        self.encoder = LongNetEncoder(SimpleNamespace(**args, activation_fn="gelu", **dict.fromkeys(off.split(), 0)))
         self.norm = given.norm_layer(embed_dim)
 
     def get_optimal_segment_length(self, max_wsi_size: int = 262144, tile_size: int = 256) -> str:

@@ -173,14 +173,6 @@ def test_every_rank_computes_its_own_rows(two: World) -> None:
     assert two.run(cases.rows_here, TWO_OF_TWO, 61) == [(30, 31), (31, 31)]
 
 
-def test_gradients_without_those_of_the_mixing_weights_differ() -> None:
-    """GigaPath treats the weights with which it mixes its branches as constants."""
-    exact, own = (cases.by_own_code(cases.embed, 61, True, exact=exact) for exact in (True, False))
-    assert cases.largest_error(own[0][-1], exact[0][-1]) == 0
-    name = "encoder.layers.0.self_attn.q_proj.weight"
-    assert cases.largest_error(own[1][name], exact[1][name]) > 1e-2
-
-
 @LONG
 def test_constant_mixing(two: World) -> None:
     """Then the gradients are GigaPath's own, also of batches with a padding mask."""
@@ -287,7 +279,9 @@ def test_state_dict_and_copies() -> None:
     assert copied.encoder.layers[0].self_attn.forward.module is copied.encoder.layers[0].self_attn
     copied.load_state_dict(model.state_dict())
     slide = cases.make_slide(30)
-    assert_near(copied(*slide), model(*slide), 0)
+    expected = model(*slide)
+    torch.nn.init.zeros_(model.norm.weight)  # the copy has weights of its own
+    assert_near(copied(*slide), expected, 0)
     model.encoder.eval()
     assert not model.encoder.layers[0].self_attn.ring_attention.training
 
@@ -307,15 +301,6 @@ def test_save_and_load_of_a_whole_model() -> None:
     assert not any("forward" in vars(module) for module in restored.modules())
     assert_near(restored(x, coords), expected, 1e-12)
     restored.load_state_dict(model.state_dict())
-
-
-def test_models_with_averaged_weights() -> None:
-    model, slide = cases.on_ring(None), cases.make_slide(9)
-    teacher = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
-    expected = model(*slide)
-    teacher.update_parameters(model)
-    torch.nn.init.zeros_(model.norm.weight)
-    assert_near(teacher(*slide), expected, 1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.int32, torch.float32], ids=str)

@@ -82,7 +82,7 @@ def test_three_ranks(three: World, kind: str, numbers: Any) -> None:
 )
 @pytest.mark.parametrize("kind", cases.KINDS)
 def test_the_published_classes(three: World, world: World, kind: str, options: Any) -> None:
-    if not has_torchscale():
+    if find_spec("torchscale") is None or find_spec("torchscale.model.LongNet") is None:
         if "RING_BACKENDS_NEEDS_PEERS" in os.environ:
             pytest.fail("RING_BACKENDS_NEEDS_PEERS is set, but torchscale.model.LongNet cannot be imported")
         pytest.skip("no torchscale with torchscale.model.LongNet is installed")
@@ -90,10 +90,6 @@ def test_the_published_classes(three: World, world: World, kind: str, options: A
         for how in ("whole", "masked", "kept"):
             check(ranks, kind, "contiguous", (61, 34), how, real=True, **options)
         check(ranks, kind, "zigzag", (61, 34), "masked", exact=False, real=True, **options)
-
-
-def has_torchscale() -> bool:
-    return find_spec("torchscale") is not None and find_spec("torchscale.model.LongNet") is not None
 
 
 @LONG
@@ -150,17 +146,11 @@ def test_a_decoder_makes_no_states_unless_told() -> None:
     assert len(model.decoder(x, return_all_hiddens=True)[1]["inner_states"]) == 1 + cases.LAYERS
 
 
-def test_positions_of_the_caller() -> None:
-    model, (x, _) = cases.on_ring("tokens", None), cases.make_batch("tokens", (9, 9))
-    own = cases.make_model("tokens")
-    found, expected = (one.encoder(x, positions=torch.arange(9).flip(0)[None]) for one in (model, own))
+@pytest.mark.parametrize("options", [{"positions": torch.arange(9).flip(0)[None]}, {"features_only": True}])
+def test_options_of_a_call(options: dict[str, Any]) -> None:
+    model, own, (x, _) = cases.on_ring("tokens", None), cases.make_model("tokens"), cases.make_batch("tokens", (9, 9))
+    found, expected = (one.encoder(x, **options) for one in (model, own))
     assert_near(found["encoder_out"], expected["encoder_out"])
-
-
-def test_features_only() -> None:
-    model, (x, _) = cases.on_ring("tokens", None), cases.make_batch("tokens", (9, 9))
-    expected = cases.make_model("tokens").encoder(x, features_only=True)["encoder_out"]
-    assert_near(model.encoder(x, features_only=True)["encoder_out"], expected)
 
 
 @pytest.mark.parametrize("kind", cases.KINDS[1:])

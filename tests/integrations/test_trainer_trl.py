@@ -127,12 +127,8 @@ def make_trainer(case: Case, ring_size: int | None, layout: Any = "contiguous", 
     task = "ForSequenceClassification" if is_reward else "ForCausalLM"
     sizes = {"vocab_size": WORDS + 5, **cases.OWN_SIZES[case.kind], "num_labels": 1 if is_reward else 2}
     model, reference = (build(case.kind, task, "eager", seed, **sizes).float() for seed in (0, 1))
-    settings = {
-        **cases.settings(num_rings(ring_size)),
-        "bf16": False,
-        "max_length": 64,
-        "gradient_checkpointing": False,
-    }
+    off = dict.fromkeys(("bf16", "gradient_checkpointing"), False)
+    settings = {**cases.settings(num_rings(ring_size)), **off, "max_length": 64}
     if case.lora:
         import peft
 

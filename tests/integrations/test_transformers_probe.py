@@ -12,6 +12,7 @@ import pytest
 import torch
 from native_ranks import assert_near, on_ring
 from small_models import transformers
+from tiny_models import BY_TYPE, VOCABULARY, tiny_fields
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -23,23 +24,7 @@ from ring_backends.integrations.transformers.whole_batches import put_on_ring
 from ring_backends.testing.marks import MORE_CASES, matrix_but
 from ring_backends.testing.world import World
 
-N, VOCABULARY = 24, 40
-_NAMES_BY_SIZE = {
-    32: "hidden_size d_model",
-    48: "intermediate_size ffn_dim decoder_ffn_dim",
-    2: "num_hidden_layers num_layers decoder_layers bos_token_id eos_token_id decoder_start_token_id",
-    4: "num_attention_heads decoder_attention_heads num_heads num_key_value_heads",
-    128: "max_position_embeddings max_target_positions",
-}
-SIZES: dict[str, Any] = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names.split()}
-SIZES |= {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 3}
-SIZES |= {"forced_eos_token_id": None, "use_cache": False}
-"""Sizes of small models. A configuration ignores those that it does not have."""
-
-OWN_SIZES: dict[str, dict[str, Any]] = {
-    "mobilebert": {"embedding_size": 32, "intra_bottleneck_size": 16, "true_hidden_size": 16},
-    "xlstm": {"hidden_size": 32, "embedding_dim": 32, "num_blocks": 2, "chunk_size": 8},
-}
+N = 24
 SCALES = dict.fromkeys(("OPTForCausalLM", "WhisperForCausalLM", "EsmForMaskedLM"), 1.0)
 """The scale of the scores, where it is not that of the head dim."""
 
@@ -50,8 +35,8 @@ def make(name: str = "LlamaForCausalLM", **options: Any) -> Any:
     if model_class is None:
         pytest.skip(f"this release of transformers has no {name}")
     torch.manual_seed(0)
-    model_type = model_class.config_class.model_type
-    config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **OWN_SIZES.get(model_type, {}), **options})
+    config_class = model_class.config_class
+    config = config_class(**(tiny_fields(config_class) | BY_TYPE.get(config_class.model_type, {}) | options))
     model = model_class._from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for parameter in model.parameters():  # many are 0 or 1 in a new model
@@ -133,9 +118,8 @@ def test_parts_of_a_composite_are_refused() -> None:
     """The configuration of the whole says nothing about the layers of its text model."""
     if not hasattr(transformers, "Qwen3_5ForTokenClassification"):
         pytest.skip("this release of transformers has no Qwen 3.5")
-    text = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "layer_types": ["linear_attention"] * 2}
-    text |= {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
-    text |= {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
+    config = transformers.AutoConfig.for_model("qwen3_5")
+    text = {**tiny_fields(type(config.text_config)), "layer_types": ["linear_attention"] * 2}
     config = transformers.AutoConfig.for_model("qwen3_5", text_config=text)
     with pytest.raises(ValueError, match="layer_types has linear_attention"):
         on_a_ring(transformers.Qwen3_5ForTokenClassification(config))
@@ -571,6 +555,7 @@ def test_a_loss_that_is_replaced_later_is_refused() -> None:
 
 
 IS_KEPT, EMPTY = torch.arange(N) != 3, TOKENS.where(torch.tensor([[True], [False]]), 1)
+BETWEEN = {"input_ids": TOKENS.where(IS_KEPT, 1), "attention_mask": MASK * IS_KEPT}
 
 
 @pytest.mark.parametrize(
@@ -579,14 +564,10 @@ IS_KEPT, EMPTY = torch.arange(N) != 3, TOKENS.where(torch.tensor([[True], [False
         (
             "LlamaForCausalLM",
             {"labels": TOKENS, "ignore_index": 0},
-            "ignore_index is given: the loss of a ring ignores",
+            "ignore_index is given: the loss of a ring ignore",
         ),
         ("LlamaForSequenceClassification", {"input_ids": EMPTY}, "input_ids has only padding in sequence 1"),
-        (
-            "RobertaForMaskedLM",
-            {"input_ids": TOKENS.where(IS_KEPT, 1), "attention_mask": MASK * IS_KEPT},
-            "input_ids has padding between tokens: roberta",
-        ),
+        ("RobertaForMaskedLM", BETWEEN, "input_ids has padding between tokens: roberta"),
         *[
             ("LlamaForCausalLM", {name: transformers.DynamicCache()}, f"{name} is given: key/value caches")
             for name in ("cache", "past_key_values")
@@ -627,19 +608,16 @@ MARKS["all"] = {name: mark for marks in MARKS.values() for name, mark in marks.i
 MARKS["all"] |= {"seq_idx": DOCUMENTS, "cu_seq_lens_q": BOUNDS, "max_length_q": 14}
 
 
-@pytest.mark.parametrize("marks", MARKS)
-def test_every_mark_of_documents_is_used(marks: str) -> None:
-    model, tokens = make(), batch_of("right")["input_ids"][:1]
-    wanted = torch.cat([model(input_ids=document).logits for document in tokens.split(LENGTHS, 1)], 1)
-    assert_near(on_a_ring(model)(input_ids=tokens, **MARKS[marks]).logits, wanted, 1e-5)
+PADDED = {"attention_mask": torch.tensor([[1] * 12 + [2] * 8 + [0] * 4])}
+CASES = [*((marks, LENGTHS) for marks in MARKS.values()), (PADDED, (12, 8))]
 
 
-def test_documents_with_padding() -> None:
+@pytest.mark.parametrize(("marks", "lengths"), CASES, ids=[*MARKS, "padded"])
+def test_every_mark_of_documents_is_used(marks: dict[str, Any], lengths: tuple[int, ...]) -> None:
     """Padding belongs to no document."""
-    model, tokens = make(), batch_of("right")["input_ids"][:1]
-    wanted = torch.cat([model(input_ids=document).logits for document in tokens[:, :20].split((12, 8), 1)], 1)
-    mask = torch.tensor([[1] * 12 + [2] * 8 + [0] * 4])
-    assert_near(on_a_ring(model)(input_ids=tokens, attention_mask=mask).logits[:, :20], wanted, 1e-5)
+    model, tokens, number = make(), batch_of("right")["input_ids"][:1], sum(lengths)
+    wanted = torch.cat([model(input_ids=document).logits for document in tokens[:, :number].split(lengths, 1)], 1)
+    assert_near(on_a_ring(model)(input_ids=tokens, **marks).logits[:, :number], wanted, 1e-5)
 
 
 OTHER = torch.tensor([0, 8, 10, 24])

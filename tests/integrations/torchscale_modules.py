@@ -12,7 +12,43 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchscale_reference import reference_attention
+
+
+def reference_attention(query, key, value, branches, is_causal, detach=True, zero_is_absent=True) -> Tensor:
+    """torchscale's dilated attention. Inputs and output are [batch, n, heads, head_dim].
+
+    torchscale detaches the mixing weights, and takes an LSE of 0 for that of an absent row.
+    """
+    n, heads = query.shape[1:3]
+    outs, lses = [], []
+    for w, r in zip(*branches, strict=True):
+        w = min(w, n)
+        rows = -(-w // r)
+        of_head = []
+        for head in range(heads):
+            group = head // -(-heads // r)
+            q, k, v = (_sparse(x[:, :, head], w, r, group) for x in (query, key, value))
+            scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+            if is_causal:
+                scores = scores.masked_fill(torch.ones(rows, rows, dtype=torch.bool).triu(1), float("-inf"))
+            out, lse = scores.softmax(-1) @ v, scores.logsumexp(-1)
+            if zero_is_absent:
+                lse = lse.masked_fill(lse == 0, -1e8)
+            dense_out = out.new_zeros(*out.shape[:2], rows * r, out.shape[-1])
+            dense_lse = lse.new_full((*lse.shape[:2], rows * r), -1e8)
+            dense_out[:, :, group::r], dense_lse[:, :, group::r] = out, lse
+            # torchscale joins the padded segments without removing their padding.
+            of_head.append((dense_out.flatten(1, 2)[:, :n], dense_lse.flatten(1, 2)[:, :n]))
+        outs.append(torch.stack([out for out, _ in of_head], 2))
+        lses.append(torch.stack([lse for _, lse in of_head], 2))
+    weights = torch.stack(lses).softmax(0)
+    return (torch.stack(outs) * (weights.detach() if detach else weights)[..., None]).sum(0)
+
+
+def _sparse(x: Tensor, w: int, r: int, group: int) -> Tensor:
+    """Select the covered rows: [batch, n, head_dim] to [batch, segments, rows, head_dim]."""
+    x = F.pad(x, (0, 0, 0, -x.shape[1] % w)).unflatten(1, (-1, w))
+    return F.pad(x, (0, 0, 0, -w % r))[:, :, group::r]
 
 
 class EncoderConfig:
@@ -89,12 +125,12 @@ class FeedForwardNetwork(nn.Module):
     def __init__(self, args: Any, width: int, hidden: int) -> None:
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
-        self.ffn_layernorm = nn.LayerNorm(hidden)
+        self.ffn_layernorm, self.activation = nn.LayerNorm(hidden), args.activation_fn
         self.activation_dropout_module = nn.Dropout(args.activation_dropout)
         self.dropout_module = nn.Dropout(args.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.activation_dropout_module(F.gelu(self.fc1(x)))
+        x = self.activation_dropout_module(getattr(F, self.activation)(self.fc1(x)))
         return self.dropout_module(self.fc2(self.ffn_layernorm(x)))
 
 

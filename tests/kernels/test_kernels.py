@@ -21,10 +21,11 @@ from ring_backends.testing.marks import matrix_but
 
 
 @pytest.mark.parametrize("kernel", tiles.CPU_KERNELS, ids=tiles.kernel_id)
-@settings(max_examples=40, deadline=None)
-@given(case=tiles.cases(head_dims=st.integers(1, 20)))
-def test_fp64_matches_the_dense_softmax(kernel: Kernel, case: tiles.Case) -> None:
-    tiles.check(kernel, case, torch.float64)
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_fp64_matches_the_dense_softmax(kernel: Kernel, data: st.DataObject) -> None:
+    banded = kernel.takes_bands and data.draw(st.booleans())
+    tiles.check(kernel, data.draw(tiles.cases(head_dims=st.integers(1, 20), banded=banded)), torch.float64)
 
 
 def test_math_adds_up_the_gradients_of_many_queries_in_fp32() -> None:
@@ -42,13 +43,6 @@ def test_math_adds_up_the_gradients_of_many_queries_in_fp32() -> None:
 @given(case=tiles.cases(head_dims=st.integers(1, 20)))
 def test_error_is_at_most_twice_that_of_plain_attention(kernel: Kernel, dtype: torch.dtype, case: tiles.Case) -> None:
     tiles.check(kernel, case, dtype)
-
-
-@pytest.mark.parametrize("kernel", [kernel for kernel in tiles.CPU_KERNELS if kernel.takes_bands], ids=tiles.kernel_id)
-@settings(max_examples=40, deadline=None)
-@given(case=tiles.cases(head_dims=st.integers(1, 20), banded=True))
-def test_bands_in_fp64_match_the_dense_softmax(kernel: Kernel, case: tiles.Case) -> None:
-    tiles.check(kernel, case, torch.float64)
 
 
 @pytest.mark.parametrize("layout", matrix_but(*sorted(tiles.LAYOUTS)[::3], of=sorted(tiles.LAYOUTS)))

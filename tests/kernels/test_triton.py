@@ -83,20 +83,33 @@ LONGER = AttentionCase(45, (45,), (1,), batch=2, num_heads=2, head_dim=16, is_ca
 TWO_BRANCHES = replace(LONGER, seq_len=40, segment_lengths=(16, 40), dilation_rates=(1, 3))
 
 
+HALF: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "key mask": {"masked": "random", "num_kv_heads": 2, "is_causal": False},
+    "documents": {"documents": "some", "segment_lengths": (32, 45), "dilation_rates": (1, 2)},
+    "dropout": {"dropout_p": 0.3, "head_dim": 20},
+}
+WINDOWED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "key mask": {"masked": "random", "num_kv_heads": 1},
+    "documents": {"documents": "some"},
+    "dropout": {"dropout_p": 0.3, "offset": "every"},
+}
+IN_WINDOWS = replace(LONGER, segment_lengths=(None, 24), dilation_rates=(1, 3), window_lengths=(5, 10), batch=1)
+WIDE = replace(TWO_BRANCHES, segment_lengths=(30, 40), batch=1)
+CALLS = {
+    **{f"bf16, {name}": replace(LONGER, dtype=torch.bfloat16, **options) for name, options in HALF.items()},
+    **{f"fp16, {name}": replace(LONGER, dtype=torch.float16, **options) for name, options in HALF.items()},
+    **{f"windows, {name}": replace(IN_WINDOWS, **options) for name, options in WINDOWED.items()},
+    **{f"windows, {name}, all": replace(IN_WINDOWS, **WINDOWED[name], is_causal=False) for name in WINDOWED},
+    **{f"head_dim {head_dim}": replace(WIDE, head_dim=head_dim) for head_dim in (17, 64, 128, 256)},
+}
+
+
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"masked": "random", "num_kv_heads": 2, "is_causal": False},
-        {"documents": "some", "segment_lengths": (32, 45), "dilation_rates": (1, 2)},
-        {"dropout_p": 0.3, "head_dim": 20},
-    ],
-    ids=["causal", "key mask", "documents", "dropout"],
-)
-def test_half_precision(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    check_call(replace(LONGER, dtype=dtype, **options))
+@pytest.mark.parametrize("name", CALLS)
+def test_longer_calls_equal_the_reference(name: str) -> None:
+    check_call(CALLS[name])
 
 
 @interpreted
@@ -150,31 +163,19 @@ def test_an_infinite_key_that_weighs_nothing_has_gradient_0() -> None:
     assert grad_value[0, 0, 3].eq(0).all()
 
 
-@interpreted
-@pytest.mark.parametrize("head_dim", [17, 64, 128, 256])
-def test_head_dims(head_dim: int) -> None:
-    check_call(replace(TWO_BRANCHES, segment_lengths=(30, 40), batch=1, head_dim=head_dim))
-
-
 def assert_same_bits(first: Results, second: Results) -> None:
     assert all(map(torch.equal, first.computed().values(), second.computed().values()))
 
 
-@interpreted
-@pytest.mark.parametrize("spoiled", ["key", "value"])
-def test_nan_in_an_ignored_key_reaches_nothing(spoiled: str) -> None:
-    case = replace(TWO_BRANCHES, masked="rows", seed=3)
-    position = int(case.tensors()[4].all(0).nonzero()[-1])
-    broken = replace(case, spoiled=((spoiled, position, math.nan),))
-    assert_same_bits(results(broken), results(case))
+NO_DOCUMENTS = replace(LONGER, seq_len=40, segment_lengths=(40,), documents="shuffled", batch=1)
 
 
 @interpreted
-def test_nan_in_rows_without_a_document_reaches_nothing() -> None:
-    case = replace(LONGER, seq_len=40, segment_lengths=(40,), documents="shuffled", batch=1)
-    position = int((case.document_ids()[0] < 0).nonzero()[-1])
-    names = ("query", "key", "value", "grad_out")
-    broken = replace(case, spoiled=tuple((name, position, math.nan) for name in names))
+@pytest.mark.parametrize("spoiled", [("key",), ("value",), ("query", "key", "value", "grad_out")], ids=len)
+def test_nan_in_ignored_keys_and_in_rows_without_a_document_reaches_nothing(spoiled: tuple[str, ...]) -> None:
+    case = replace(TWO_BRANCHES, masked="rows", seed=3) if len(spoiled) == 1 else NO_DOCUMENTS
+    ignored = case.tensors()[4].all(0) if len(spoiled) == 1 else case.document_ids()[0] < 0
+    broken = replace(case, spoiled=tuple((name, int(ignored.nonzero()[-1]), math.nan) for name in spoiled))
     assert_same_bits(results(broken), results(case))
 
 
@@ -200,16 +201,9 @@ def test_inputs_in_any_memory_layout() -> None:
 
 # The harness calls a kernel with single tiles too: comparisons with other methods do.
 @interpreted
-@fixed_examples(15)
-@given(case=cases(head_dims=st.integers(1, 20)))
-def test_single_tiles_equal_the_dense_softmax(case: Case) -> None:
-    check_tile(KERNEL, case, torch.float32)
-
-
-@interpreted
-@fixed_examples(8)
-@given(case=cases(head_dims=st.integers(1, 20), banded=True))
-def test_single_tiles_with_bands_equal_the_dense_softmax(case: Case) -> None:
+@fixed_examples(24)
+@given(case=st.booleans().flatmap(lambda banded: cases(head_dims=st.integers(1, 20), banded=banded)))
+def test_single_tiles_with_and_without_bands_equal_the_dense_softmax(case: Case) -> None:
     check_tile(KERNEL, case, torch.float32)
 
 
@@ -231,18 +225,6 @@ def test_single_tiles_with_bands_equal_the_dense_softmax(case: Case) -> None:
 def test_bands_of_one_tile(band: Band, size: tuple[int, int]) -> None:
     seq_q, seq_k = size
     check_tile(KERNEL, Case(1, 1, 2, seq_q, seq_k, is_causal=False, band=band), torch.float32)
-
-
-@interpreted
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "not causal"])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"masked": "random", "num_kv_heads": 1}, {"documents": "some"}, {"dropout_p": 0.3, "offset": "every"}],
-    ids=["plain", "key mask", "documents", "dropout"],
-)
-def test_windows(options: dict[str, Any], is_causal: bool) -> None:
-    windows = {"segment_lengths": (None, 24), "dilation_rates": (1, 3), "window_lengths": (5, 10)}
-    check_call(replace(LONGER, **windows, **options, is_causal=is_causal, batch=1))
 
 
 @interpreted
@@ -296,17 +278,15 @@ def beside_another_kernel() -> Any:
 
 
 @interpreted
+@pytest.mark.parametrize("layout", [None, "contiguous", "zigzag"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_branch_beside_another_kernel(dtype: torch.dtype) -> None:
-    with beside_another_kernel():
-        check_call(replace(BESIDE, dtype=dtype), "auto")
-
-
-@interpreted
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_branch_beside_another_kernel_on_a_ring(world: World, dtype: torch.dtype, layout: str) -> None:
-    check_on_ring(world, replace(BESIDE, dtype=dtype), layout, 2**20, True)
+def test_one_branch_beside_another_kernel(world: World, dtype: torch.dtype, layout: str | None) -> None:
+    case = replace(BESIDE, dtype=dtype)
+    if layout is None:
+        with beside_another_kernel():
+            check_call(case, "auto")
+    else:
+        check_on_ring(world, case, layout, 2**20, True)
 
 
 @interpreted

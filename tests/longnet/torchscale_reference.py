@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+import torchscale_cases as cases
+from torch import Tensor, nn
+from torch.func import functional_call
+from torchscale_modules import DilatedAttention
 
 from ring_backends import Ring
 from ring_backends.adapters.native import NativeRingDilatedAttention
 from ring_backends.longnet import LongNetDecoder, LongNetEncoder
 
-EMBED_DIM, FFN_DIM, LAYERS, VOCABULARY, POSITIONS = 24, 40, 2, 19, 80
+EMBED_DIM, FFN_DIM = cases.WIDTH, 40
+LAYERS, VOCABULARY, POSITIONS = cases.LAYERS, cases.VOCABULARY, cases.POSITIONS
 
 
 BRANCHES = ((8, 16, 64), (1, 2, 4))
@@ -25,108 +27,42 @@ HEADS = (4, 3)  # 3 is no multiple of the rates: torchscale pads the heads too
 MODELS = {"encoder": LongNetEncoder, "decoder": LongNetDecoder}
 
 
-def reference_attention(query, key, value, branches, is_causal, detach=True, zero_is_absent=True) -> Tensor:
-    """torchscale's dilated attention. Inputs and output are [batch, n, heads, head_dim].
-
-    torchscale detaches the mixing weights, and takes an LSE of 0 for that of an absent row.
-    """
-    n, heads = query.shape[1:3]
-    outs, lses = [], []
-    for w, r in zip(*branches, strict=True):
-        w = min(w, n)
-        rows = -(-w // r)
-        of_head = []
-        for head in range(heads):
-            group = head // -(-heads // r)
-            q, k, v = (_sparse(x[:, :, head], w, r, group) for x in (query, key, value))
-            scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-            if is_causal:
-                scores = scores.masked_fill(torch.ones(rows, rows, dtype=torch.bool).triu(1), float("-inf"))
-            out, lse = scores.softmax(-1) @ v, scores.logsumexp(-1)
-            if zero_is_absent:
-                lse = lse.masked_fill(lse == 0, -1e8)
-            dense_out = out.new_zeros(*out.shape[:2], rows * r, out.shape[-1])
-            dense_lse = lse.new_full((*lse.shape[:2], rows * r), -1e8)
-            dense_out[:, :, group::r], dense_lse[:, :, group::r] = out, lse
-            # torchscale joins the padded segments without removing their padding.
-            of_head.append((dense_out.flatten(1, 2)[:, :n], dense_lse.flatten(1, 2)[:, :n]))
-        outs.append(torch.stack([out for out, _ in of_head], 2))
-        lses.append(torch.stack([lse for _, lse in of_head], 2))
-    weights = torch.stack(lses).softmax(0)
-    return (torch.stack(outs) * (weights.detach() if detach else weights)[..., None]).sum(0)
+def reference_model(state, x, heads, branches, is_causal, *, detach=True, eps=1e-5, **changes) -> Any:
+    """The embeddings, the output of each layer, and the output of the model. ``changes`` are options of torchscale."""
+    pattern = dict(zip(("segment_length", "dilated_ratio"), map(str, branches), strict=True))
+    side = "decoder" if is_causal else "encoder"
+    options = {f"{side}_attention_heads": heads, "no_scale_embedding": True, **changes}
+    module = make_module(is_causal, "embed_tokens.weight" in state, **pattern, **options)
+    for name, part in [*module.named_modules()]:
+        if isinstance(part, DilatedAttention):
+            part.has_exact_gradients = not detach
+        elif isinstance(part, nn.LayerNorm):
+            part.eps = eps
+            if f"{name}.weight" not in state:
+                module.set_submodule(name, nn.Identity())
+    tokens, embeddings = (None, x) if x.is_floating_point() else (x, None)
+    options = {"return_all_hiddens": True, "token_embeddings": embeddings}
+    found = functional_call(module, state, (tokens,), options)
+    return [*found[1]["inner_states"], found[0]] if is_causal else [*found["encoder_states"], found["encoder_out"]]
 
 
-def _sparse(x: Tensor, w: int, r: int, group: int) -> Tensor:
-    """Select the covered rows: [batch, n, head_dim] to [batch, segments, rows, head_dim]."""
-    x = F.pad(x, (0, 0, 0, -x.shape[1] % w)).unflatten(1, (-1, w))
-    return F.pad(x, (0, 0, 0, -w % r))[:, :, group::r]
-
-
-def reference_model(state, x, heads, branches, is_causal, detach=True, scale=1.0, eps=1e-5, activation=F.gelu) -> Any:
-    """The embeddings, the output of each layer, and the output of the model."""
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        return F.linear(x, state[f"{name}.weight"], state.get(f"{name}.bias"))
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        weight = state.get(f"{name}.weight")
-        return x if weight is None else F.layer_norm(x, weight.shape, weight, state[f"{name}.bias"], eps)
-
-    if not x.is_floating_point():
-        x = state["embed_tokens.weight"][x]
-    x = scale * x
-    if "embed_positions.weight" in state:
-        x = x + state["embed_positions.weight"][2 : 2 + x.shape[1]]
-    states = [x]
-    for layer in range(LAYERS):
-        name = f"layers.{layer}"
-        normed = norm(x, f"{name}.self_attn_layer_norm")
-        q, k, v = (linear(normed, f"{name}.self_attn.{part}_proj").unflatten(-1, (heads, -1)) for part in "qkv")
-        out = reference_attention(q, k, v, branches, is_causal, detach).flatten(2)
-        x = x + linear(norm(out, f"{name}.self_attn.inner_attn_ln"), f"{name}.self_attn.out_proj")
-        hidden = activation(linear(norm(x, f"{name}.final_layer_norm"), f"{name}.ffn.fc1"))
-        x = x + linear(norm(hidden, f"{name}.ffn.ffn_layernorm"), f"{name}.ffn.fc2")
-        states.append(x)
-    x = norm(x, "layer_norm")
-    return [*states, linear(x, "output_projection") if "output_projection.weight" in state else x]
+def make_module(is_causal: bool, tokens: bool, **options: Any) -> Any:
+    """The stand-in for torchscale's encoder or decoder, with or without embeddings of tokens."""
+    kind = "decoder" if is_causal else "tokens" if tokens else "embeddings"
+    model = cases.make_model(kind, **options)
+    return model.decoder if is_causal else model.encoder
 
 
 def make_state(subln=True, normalize_output=True, tokens=False, tied=False) -> dict[str, Tensor]:
     """Random parameters with torchscale's names. They are large, so that attention is far from uniform."""
-    generator = torch.Generator().manual_seed(5)
-    state = {}
-
-    def add(name: str, *shape: int, norm: bool = False) -> None:
-        fan_in = 4.0 if len(shape) == 1 else shape[-1]
-        random = torch.randn(shape, generator=generator, dtype=torch.float64) / math.sqrt(fan_in)
-        state[name] = 1 + random if norm else 2 * random
-
-    def add_linear(name: str, in_dim: int, out_dim: int) -> None:
-        add(f"{name}.weight", out_dim, in_dim)
-        add(f"{name}.bias", out_dim)
-
-    def add_norm(name: str, size: int) -> None:
-        add(f"{name}.weight", size, norm=True)
-        add(f"{name}.bias", size)
-
-    for layer in range(LAYERS):
-        for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
-            add_linear(f"layers.{layer}.self_attn.{name}", EMBED_DIM, EMBED_DIM)
-        add_linear(f"layers.{layer}.ffn.fc1", EMBED_DIM, FFN_DIM)
-        add_linear(f"layers.{layer}.ffn.fc2", FFN_DIM, EMBED_DIM)
-        add_norm(f"layers.{layer}.self_attn_layer_norm", EMBED_DIM)
-        add_norm(f"layers.{layer}.final_layer_norm", EMBED_DIM)
-        if subln:
-            add_norm(f"layers.{layer}.self_attn.inner_attn_ln", EMBED_DIM)
-            add_norm(f"layers.{layer}.ffn.ffn_layernorm", FFN_DIM)
-    if normalize_output:
-        add_norm("layer_norm", EMBED_DIM)
-    if tokens:
-        add("embed_tokens.weight", VOCABULARY, EMBED_DIM)
-        add("embed_positions.weight", POSITIONS, EMBED_DIM)
-        add("output_projection.weight", VOCABULARY, EMBED_DIM)
-        if tied:
-            state["output_projection.weight"] = state["embed_tokens.weight"]
+    left_out = [*(() if subln else ("inner_attn_ln", "ffn_layernorm")), *(() if normalize_output else ("layer_norm",))]
+    state = {
+        name: 2 * value if value.dim() == 2 else value
+        for name, value in make_module(False, tokens).state_dict().items()
+        if name.split(".")[-2] not in left_out
+    }
+    if tied:
+        state["output_projection.weight"] = state["embed_tokens.weight"]
     return state
 
 

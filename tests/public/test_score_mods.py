@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from command_line import environment, output_of
+from kernel_cases import CountOperators
 from native_ranks import assert_near, on_ring
-from test_losses import Largest
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -121,10 +121,10 @@ def test_no_tensor_has_all_pairs() -> None:
         score_mod = score_mods.distance(torch.rand(1, length, 2), torch.ones(1))
         inputs = AttentionInputs(query, key, value, score_mod=score_mod)
         inputs, call = check_call(inputs, DilatedPattern([None], [1]), Ring(), None, "auto")
-        with Largest() as largest:
+        with CountOperators() as launched:
             out, lse = forward(call, inputs, None)
             backward(call, inputs, out, lse, grad_out, None)
-        sizes.append(largest.elements)
+        sizes.append(max(shape.numel() for _, shape in launched.results))
     assert 700 * 700 < sizes[0] == sizes[1] < 2000 * 2000
 
 
@@ -261,12 +261,6 @@ def test_invalid_functions_are_refused_by_name(message: str) -> None:
         attend(INVALID[message])
 
 
-def test_what_is_no_function() -> None:
-    message = r"score_mod = 'alibi': expected a function \(score, batch, head, q_idx, kv_idx\), or None"
-    with pytest.raises(TypeError, match=message):
-        attend("alibi")
-
-
 def test_a_wrapper_with_the_attributes_of_another_function() -> None:
     cap, bias = score_mods.softcap(2.0), torch.randn(HEADS, LENGTH, LENGTH)
 
@@ -334,27 +328,28 @@ def test_a_captured_tensor_that_needs_a_gradient_is_refused(is_learned_first: bo
             attend(add)
 
 
+PLACES = LEARNED[None, None, :2]
+NO_FUNCTION = r"score_mod = 'alibi': expected a function \(score, batch, head, q_idx, kv_idx\), or None"
+
+
 @pytest.mark.parametrize(
     ("make_it", "error", "message"),
     [
+        (lambda: attend("alibi"), TypeError, NO_FUNCTION),
         (lambda: score_mods.softcap(0), ValueError, "cap = 0: must be above 0 and finite"),
         (lambda: score_mods.softcap("30"), TypeError, "cap = '30': expected a number"),
         (lambda: score_mods.alibi(0), ValueError, "num_heads = 0"),
         (lambda: score_mods.distance(torch.zeros(3, 2), SLOPES), ValueError, r"coords is torch.float32 \[3, 2\]"),
         (lambda: score_mods.distance(torch.zeros(1, 3, 2).long(), SLOPES), ValueError, "coords is torch.int64"),
         (lambda: score_mods.distance(COORDS, 1.0), TypeError, r"slopes = 1\.0"),
-        (
-            lambda: score_mods.distance(LEARNED[None, None, :2], SLOPES),
-            ValueError,
-            "coords requires a gradient, .*coords",
-        ),
+        (lambda: score_mods.distance(PLACES, SLOPES), ValueError, "coords requires a gradient, .*coords"),
         (lambda: score_mods.relative(LEARNED[:, None]), ValueError, r"table requires .* pass table\.detach"),
         (lambda: score_mods.relative(torch.zeros(3)), ValueError, r"table is torch.float32 \[3\]"),
         (lambda: score_mods.relative(torch.zeros(2, 4)), ValueError, "at least 2 buckets"),
         (lambda: score_mods.relative(TABLE, max_distance=3), ValueError, "above the 3 single distances"),
     ],
 )
-def test_arguments_of_the_functions_are_checked(make_it: Any, error: type[Exception], message: str) -> None:
+def test_what_is_no_function_and_arguments_of_functions(make_it: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make_it()
 

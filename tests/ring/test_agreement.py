@@ -133,18 +133,11 @@ def test_an_event_is_expected_at_the_place_where_it_came_the_last_time() -> None
     assert expected([parts[1]]) == [False]
 
 
-def test_values_are_part_of_the_next_summary() -> None:
-    ranks = [Agreement(HashStore(), 0, 1, timedelta(seconds=1), lambda: None) for _ in range(2)]
-    event = event_of("step", {})
-    for index, lr in enumerate((0.5, 0.25)):
-        ranks[index].is_expected(event, {"lr": lr})
-    assert ranks[0].summary(event) != ranks[1].summary(event)
-
-
 def test_the_values_of_an_earlier_event_are_named() -> None:
     ranks = pair_on(HashStore())
     for rank, lr in zip(ranks, (0.5, 0.25), strict=True):
         rank.is_expected(event_of("step", {}), {"lr": lr})
+    assert ranks[0].summary(event_of("step", {})) != ranks[1].summary(event_of("step", {}))
     errors = run_both(*(partial(rank.raise_difference, {"order of calls": "count"}) for rank in ranks))
     for ended in errors:
         ended.check(RingMismatchError, "lr of step (call 0) (rank 0: 0.5, rank 1: 0.25)")

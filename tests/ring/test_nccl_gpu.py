@@ -8,7 +8,6 @@ import sys
 from ring_backends.testing.marks import needs_gpu
 
 SCRIPT = """
-import time
 from datetime import timedelta
 
 import torch

@@ -194,20 +194,14 @@ def test_a_rank_lost_between_calls_is_reported(pair):
 STOP = signal.raise_signal, signal.SIGSTOP
 
 
-@MORE_CASES
-def test_a_stopped_rank_is_reported_too(pair):
+@pytest.mark.parametrize("silent", [pytest.param([], marks=MORE_CASES), [0]], ids=["reported", "silent"])
+def test_a_stopped_rank_is_reported_and_not_waited_for_if_it_is_meant_to_be_silent(pair, silent):
     pair.run(settings_of_a_rank)  # the first call is slow, because the ranks import this module
-    stopped, returned = pair.run_collect(call_on_rank, 0, *STOP, timeout=0.5)
-    assert (stopped.status, returned.status) == ("no answer", "returned")
-    assert "no stacks" in stopped.detail
-
-
-def test_a_rank_that_is_meant_to_be_silent_is_not_waited_for(pair):
-    pair.run(settings_of_a_rank)
     start = time.monotonic()
-    stopped, returned = pair.run_collect(call_on_rank, 0, *STOP, silent=[0], timeout=60)
+    stopped, returned = pair.run_collect(call_on_rank, 0, *STOP, silent=silent, timeout=60 if silent else 0.5)
     assert (stopped.status, returned.status) == ("no answer", "returned")
     assert time.monotonic() - start < 30
+    assert silent or "no stacks" in stopped.detail
 
 
 PRELOADING = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ def save(path: Path, text: str) -> None:
 
 def test_a_folder_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
+    assert find_checkpoint(ALONE, path) is None
     for text in ("one", "two"):
         save(path, text)
         assert (path / "numbers").read_text() == text
@@ -42,6 +44,21 @@ def test_a_symlink_stays_a_symlink(tmp_path: Path) -> None:
         assert find_checkpoint(ALONE, link) == target
 
 
+def save_killed(monkeypatch: pytest.MonkeyPatch, path: Path, owner: Any, name: str, number: int, *files: str) -> None:
+    """Save, and be killed before a function is called for this time; if ``files`` are given, with one of them."""
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def killed(first: Path, *others: Any, **options: Any) -> None:
+        if (not files or first.name in files) and next(calls) == number:
+            raise KeyboardInterrupt
+        original(first, *others, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, killed)
+        with pytest.raises(KeyboardInterrupt):
+            save(path, "two")
+
+
 def test_a_kill_while_the_old_checkpoint_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next save removes the rest of the old checkpoint."""
     path = tmp_path / "checkpoint"
@@ -49,17 +66,7 @@ def test_a_kill_while_the_old_checkpoint_is_removed(tmp_path: Path, monkeypatch:
     for name in ("a", "z"):
         (path / name).mkdir()
         (path / name / "more").touch()
-    remove, num_removed = Path.unlink, itertools.count(1)
-
-    def killed(file: Path, missing_ok: bool = False) -> None:
-        remove(file, missing_ok)
-        if file.name in ("more", "numbers") and next(num_removed) == 2:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", killed)
-        with pytest.raises(KeyboardInterrupt):
-            save(path, "two")
+    save_killed(monkeypatch, path, Path, "unlink", 3, "more", "numbers")
     assert (path / "numbers").read_text() == "two"
     check_place(path, is_folder=True)
     save(path, "three")
@@ -69,17 +76,7 @@ def test_a_kill_while_the_old_checkpoint_is_removed(tmp_path: Path, monkeypatch:
 def test_a_kill_between_the_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "checkpoint"
     save(path, "one")
-    rename, num_renames = os.replace, itertools.count(1)
-
-    def killed(*names: Path) -> None:
-        if next(num_renames) == 2:
-            raise KeyboardInterrupt
-        rename(*names)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", killed)
-        with pytest.raises(KeyboardInterrupt):
-            save(path, "two")
+    save_killed(monkeypatch, path, os, "replace", 2)
     assert not path.exists()
     left = find_checkpoint(ALONE, path)
     assert left is not None
@@ -87,10 +84,6 @@ def test_a_kill_between_the_two_renames(tmp_path: Path, monkeypatch: pytest.Monk
     save(path, "three")
     assert (path / "numbers").read_text() == "three"
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
-
-
-def test_nothing_is_found_where_nothing_was_saved(tmp_path: Path) -> None:
-    assert find_checkpoint(ALONE, tmp_path / "checkpoint") is None
 
 
 def test_other_files_are_not_replaced(tmp_path: Path) -> None:

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_cases import CountOperators
 from native_ranks import assert_near
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ring_backends.testing.marks import THOROUGH
 from ring_backends.training import chunked_cross_entropy
@@ -48,27 +47,15 @@ def test_logits_in_bf16_are_summed_in_fp32() -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=0)
 
 
-class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that an operator returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        found = (x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))
-        self.elements = max(self.elements, *found, 0)
-        return result
-
-
 @THOROUGH
 def test_no_tensor_has_the_logits_of_all_rows() -> None:
     """131,072 rows and 128,000 words, without values."""
     rows = torch.empty(1, 131_072, 64, device="meta", requires_grad=True)
     head = nn.Linear(64, 128_000, bias=False, device="meta")
     labels = torch.empty(1, 131_072, dtype=torch.int64, device="meta")
-    with Largest() as largest:
+    with CountOperators() as launched:
         chunked_cross_entropy(rows, head, labels, chunk_rows=512).backward()
-    assert largest.elements == 512 * 128_000
+    assert max(shape.numel() for _, shape in launched.results) == 512 * 128_000
 
 
 def test_no_label_gives_a_loss_of_zero_with_a_gradient() -> None:
