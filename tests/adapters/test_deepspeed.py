@@ -21,7 +21,7 @@ from ring_backends.testing.failing_calls import ending
 from ring_backends.testing.marks import MORE_CASES
 from ring_backends.testing.rings import FOUR, ring_here, ring_of
 from ring_backends.testing.strategies import AttentionCase
-from ring_backends.testing.suite import EVERY_ADAPTER, AdapterTests, AllTrainingTests
+from ring_backends.testing.suite import A_GRADIENT, EVERY_ADAPTER, AdapterTests, AllTrainingTests
 from ring_backends.testing.traffic import planned_hops
 from ring_backends.testing.training_checkpoints import Intruder, sign
 from ring_backends.testing.world import World, on_every_rank
@@ -38,14 +38,11 @@ class TestDeepSpeed(AdapterTests):
     without = WITHOUT
 
 
-ONE_GRADIENT = "test_gradients_are_those_of_the_whole_batch[zigzag-2x2-torch.float32]"
-
-
 class TestZeRO1(AllTrainingTests):
     adapter = ADAPTER
     without = WITHOUT
     framework_options = MappingProxyType(zero(1))
-    quick, more_cases = (ONE_GRADIENT,), False
+    quick, more_cases = A_GRADIENT, False
 
 
 class TestZeRO2(TestZeRO1):
@@ -58,7 +55,7 @@ class TestZeRO3(AllTrainingTests):
         {**WITHOUT, "parameters of some ranks": "ZeRO 3 gathers a module's parameters from all ranks when it is called"}
     )
     framework_options = MappingProxyType(zero(3))
-    quick, more_cases = (ONE_GRADIENT,), False
+    quick, more_cases = A_GRADIENT, False
 
 
 def count_hops(layout: LayoutKind, case: AttentionCase) -> tuple[int, int, int, int, int]:

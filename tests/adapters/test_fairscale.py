@@ -72,19 +72,10 @@ def model_parallel(*args: int, **kwargs: int) -> Iterator[Any]:
         initialize.destroy_model_parallel()
 
 
-OWN = (
-    "another_arrangement_than_fairscale_has_is_refused",
-    "every_hop_is_carried_by_the_transport",
-    "the_ring_is_the_group_of_fairscale",
-    "training_on_a_pipeline_group",
-)
-"""The quick tests of this class that the suites do not have."""
-
-
 class TestFairScale(AdapterTests):
     adapter = ADAPTER
     core_in_matrix = True
-    quick = (*EVERY_ADAPTER, *(f"test_{name}" for name in OWN))
+    quick = EVERY_ADAPTER
     without = MappingProxyType({"copies of a wrapped model": "ShardedDataParallel holds a process group"})
 
     @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])

@@ -23,7 +23,7 @@ from ring_backends.testing.failing_calls import ending
 from ring_backends.testing.marks import THOROUGH, matrix_but
 from ring_backends.testing.models import Block, BlocksOfExperts, Experts
 from ring_backends.testing.rings import FOUR, TWO
-from ring_backends.testing.suite import EVERY_ADAPTER, AdapterTests, AllTrainingTests
+from ring_backends.testing.suite import A_GRADIENT, EVERY_ADAPTER, AdapterTests, AllTrainingTests
 from ring_backends.testing.training import renew_closed_worlds
 from ring_backends.testing.training_runs import Recipe, State, Trainer, check_moves, check_ranks, train, train_alone
 from ring_backends.testing.unequal_ranks import BF16, MICRO_BATCHES, WIDTHS, WINDOWS, check_experts, train_experts
@@ -46,14 +46,11 @@ class TestFSDP(AdapterTests):
     without = MappingProxyType(COPIES)
 
 
-QUICK = ("test_gradients_are_those_of_the_whole_batch[zigzag-2x2-torch.float32]",)
-
-
 class TestHSDP(AllTrainingTests):
     adapter = ADAPTER
     framework_options = MappingProxyType({"strategy": "hsdp"})
     without = MappingProxyType(COPIES)
-    quick, more_cases = QUICK, False
+    quick, more_cases = A_GRADIENT, False
 
 
 class TestFSDP1(AllTrainingTests):
@@ -66,7 +63,7 @@ class TestFSDP1(AllTrainingTests):
             "evaluation within a step": "FullyShardedDataParallel keeps whole parameters after it; the step is lost",
         }
     )
-    quick, more_cases = QUICK, False
+    quick, more_cases = A_GRADIENT, False
 
 
 @pytest.mark.matrix(reason="the quick command tests fsdp2 in fp32")

@@ -146,7 +146,3 @@ def test_attention_through_host_memory(name: str) -> None:
     through_host_memory = mock.patch.object(transfer, "needs_host", return_value=True)
     with through_host_memory, pytest.warns(UserWarning, match="go over gloo, through host memory"):
         call.check()
-
-
-def test_a_timeout_in_seconds():
-    assert native.initialize(timeout=2.5).timeout == native.initialize(timeout=timedelta(seconds=2.5)).timeout

@@ -18,7 +18,7 @@ from ring_backends import Ring, available_adapters
 from ring_backends.adapters import native
 from ring_backends.cli.generator import draw, generate, read_options
 from ring_backends.cli.language_model import LongNetLM
-from ring_backends.testing.marks import MORE_CASES
+from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.world import World
 
 PROMPT = b"a prompt of thirty bytes or so."
@@ -34,10 +34,8 @@ def continued(ring: Ring, text: bytes = PROMPT, **options: Any) -> list[int]:
     return [*generate(make_model(ring), ring, text, given, torch.device("cpu"))]
 
 
-@pytest.mark.parametrize(
-    ("layout", "text"),
-    [("zigzag", PROMPT), *(pytest.param("contiguous", text, marks=MORE_CASES) for text in (PROMPT, b"a"))],
-)
+@pytest.mark.parametrize("layout", matrix_but("zigzag", of=("contiguous", "zigzag")))
+@pytest.mark.parametrize("text", matrix_but(PROMPT, of=(PROMPT, b"a")))
 def test_two_ranks_draw_what_one_draws(pair: World, layout: str, text: bytes) -> None:
     expected = continued(Ring(), text)
     assert len(expected) == 12

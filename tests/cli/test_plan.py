@@ -15,6 +15,7 @@ from test_cost_model import PLAIN, full
 
 from ring_backends.cli.plan import parse_bytes, parse_hosts
 from ring_backends.cost.hardware import Hardware
+from ring_backends.testing.marks import THOROUGH
 
 GIVEN = "--latency 1e-3 --bandwidth 1e9 --flops 1e9"
 SIZES = "--seq-len 4096 --ring-size 4 --heads 2 --head-dim 4 --dtype fp32"
@@ -161,6 +162,7 @@ def test_seq_len_and_ring_size_have_to_be_given() -> None:
         assert name in refused(f"plan {other} 64")
 
 
+@THOROUGH
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     shown(f"plan --seq-len 4096 --ring-size 8 --memory 1GB {GIVEN} --plot", tmp_path / "a.svg")

@@ -167,7 +167,7 @@ def check_rounds_like(got: Results, case: AttentionCase, *others: Results) -> No
         assert error_norm(found, right) <= 2 * max(error_norm(x, right) for x in tensors) + tolerance, name
 
 
-@in_parts(21)
+@in_parts(13)
 @settings(max_examples=5, deadline=None)
 @given(
     case=attention_cases(dtypes=[torch.float64], max_n=60),

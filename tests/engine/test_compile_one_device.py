@@ -119,6 +119,7 @@ def is_vector_of_int64(value: object) -> bool:
     return isinstance(value, Tensor) and value.dtype == torch.int64 and value.dim() == 1
 
 
+@THOROUGH
 def test_a_call_with_dropout_keeps_its_seed_on_the_cpu() -> None:
     """Inductor refuses it, and its partitions of a graph leave it out of CUDA graphs."""
     graphs, block = Graphs(), Block(RingDilatedAttention(**PATTERN, dropout_p=0.2))

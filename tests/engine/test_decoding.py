@@ -16,9 +16,9 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, seed, settings
 from native_ranks import ADAPTER as NATIVE
 from native_ranks import native_ring, on_ring
-from random_cases import draw
 from torch import Tensor
 
 from ring_backends import DilatedPattern, Ring, RingMismatchError, RingPeerError, available_adapters
@@ -31,7 +31,7 @@ from ring_backends.testing.failing_calls import A_MOMENT, SHORT, Ended, ending
 from ring_backends.testing.marks import MORE_CASES, THOROUGH, matrix_but
 from ring_backends.testing.reference import reference_attention, reference_counts
 from ring_backends.testing.rings import FOUR, LAYOUTS, THREE, TWO, RingSpec, new_ring
-from ring_backends.testing.strategies import AttentionCase
+from ring_backends.testing.strategies import AttentionCase, attention_cases
 from ring_backends.testing.world import RanksFailedError, World, on_every_rank
 
 
@@ -42,9 +42,17 @@ def assert_equal(got: Any, wanted: Any, what: object = "") -> None:
 @cache
 def draw_cases(of_seed: int, number: int = 20, max_n: int = 60) -> list[AttentionCase]:
     """Random causal calls. In every tenth, all scores are 0."""
-    options = {"paddings": ["masked"], "causal": [True], "documents": [None], "dropout_ps": [0.0]}
-    cases = draw(number, of_seed, max_n=max_n, **options)
-    return [case if i % 10 else replace(case, scale=0.0) for i, case in enumerate(cases)]
+    options: Any = {"paddings": ["masked"], "causal": [True], "documents": [None], "dropout_ps": [0.0]}
+    found: list[AttentionCase] = []
+
+    @seed(of_seed)
+    @settings(max_examples=3 * number, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(attention_cases(dtypes=[torch.float64], max_n=max_n, **options))
+    def collect(case: AttentionCase) -> None:
+        found.append(case)
+
+    collect()
+    return [case if i % 10 else replace(case, scale=0.0) for i, case in enumerate(found[:number])]
 
 
 def check_cases(ring: Ring | None, adapter: str, cases: list[AttentionCase]) -> None:

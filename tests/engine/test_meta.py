@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ring_backends import dilated_attention
 from ring_backends.adapters.native import RingDilatedAttention
 from ring_backends.kernels import kernel_names
-from ring_backends.testing.marks import MORE_CASES, matrix_but
+from ring_backends.testing.marks import matrix_but
 
 
 def tensors(device: str, dtype: torch.dtype, value_dim: int = 16) -> list[Tensor]:
@@ -36,17 +36,14 @@ def check(query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -
 
 
 DTYPES = {"key_padding_mask": torch.bool, "document_ids": torch.int64}
+MODES: dict[str, Any] = {"meta": nullcontext, "cpu": FakeTensorMode}
 
 
 @pytest.mark.parametrize("options", [(), ("key_padding_mask",), ("document_ids",), tuple(DTYPES)])
 @pytest.mark.parametrize("dropout_p", matrix_but(0.1, of=(0.0, 0.1)))
-@pytest.mark.parametrize(
-    ("device", "mode"),
-    [("meta", nullcontext), pytest.param("cpu", FakeTensorMode, marks=MORE_CASES)],
-    ids=["meta", "fake"],
-)
-def test_every_option(device: str, mode: Any, dropout_p: float, options: tuple[str, ...]) -> None:
-    with mode():
+@pytest.mark.parametrize("device", matrix_but("meta", of=MODES))
+def test_every_option(device: str, dropout_p: float, options: tuple[str, ...]) -> None:
+    with MODES[device]():
         rows = tensors(device, torch.float32)
         marks = {name: torch.zeros(2, 1000, dtype=DTYPES[name], device=device) for name in options}
     attention = RingDilatedAttention([64, 256], [1, 4], dropout_p=dropout_p, head_mode="grouped", offset="block")

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from ring_backends.errors import RingPeerError
 from ring_backends.registry import adapter_modules
 from ring_backends.testing.calls import FP64_TOLERANCE, Results, check_results, difference, expected, local_call, whole
-from ring_backends.testing.capabilities import AdapterSuite, requires
+from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import SMALL_CASE, Ended, ending
 from ring_backends.testing.faults import BOUND
 from ring_backends.testing.hosts import Hosts, NoHostsError
-from ring_backends.testing.marks import MORE_CASES
+from ring_backends.testing.marks import MORE_CASES, once_but
 from ring_backends.testing.rings import backend
 from ring_backends.testing.strategies import AttentionCase
 
@@ -53,6 +53,10 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "lossy": {"loss": 0.02},
 }
 """Arguments of :meth:`Hosts.disturb`."""
+
+
+LOSSES = ("link-of-first", "link-of-second", "first", "second")
+"""The host whose link is cut, or that disappears."""
 
 
 class Report(NamedTuple):
@@ -147,15 +151,12 @@ def hosts(request: pytest.FixtureRequest, adapters: list[str]) -> Iterator[Hosts
         pytest.skip(str(error))
 
 
-_WITH_ONE_ADAPTER = [MORE_CASES, pytest.mark.core]
-_on_hosts = pytest.mark.parametrize("num_hosts", [pytest.param(2, marks=_WITH_ONE_ADAPTER), 4])
+_on_hosts = pytest.mark.parametrize("num_hosts", once_but(4, of=(2, 4)))
 
 
 class HostTests(AdapterSuite):
     @_on_hosts
-    @pytest.mark.parametrize(
-        "network", [pytest.param(name, marks=_WITH_ONE_ADAPTER if "," not in name else ()) for name in NETWORKS]
-    )
+    @pytest.mark.parametrize("network", once_but(next(iter(NETWORKS)), of=NETWORKS))
     def test_calls_over_any_network(self, hosts: Hosts, num_hosts: int, network: str, tmp_path: Path) -> None:
         hosts.disturb(**NETWORKS[network])
         ranks = Ranks(hosts, self.adapter, tmp_path, timeout=60)
@@ -168,28 +169,20 @@ class HostTests(AdapterSuite):
 
     @requires("a lost rank")
     @_on_hosts
-    @pytest.mark.parametrize(
-        ("how", "lost"),
-        [
-            ("its link is cut", 0),
-            pytest.param("its link is cut", 1, marks=_WITH_ONE_ADAPTER),
-            pytest.param("it disappears", 0, marks=_WITH_ONE_ADAPTER),
-            ("it disappears", 1),
-        ],
-        ids=["link-of-first", "link-of-second", "first", "second"],
-    )
-    def test_a_host_is_lost(self, hosts: Hosts, num_hosts: int, lost: int, how: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("loss", once_but("link-of-first", "second", of=LOSSES))
+    def test_a_host_is_lost(self, hosts: Hosts, num_hosts: int, loss: str, tmp_path: Path) -> None:
         """The host is lost during a hop, because hops take most of the time of a call."""
+        is_cut, lost = loss.startswith("link"), int(loss.endswith("second"))
         hosts.disturb(rate=_RATE)
         ranks = Ranks(hosts, self.adapter, tmp_path, timeout=TIMEOUT, case=_LARGE, max_calls=1000)
         ranks.wait_for_calls(2)
         at = time.monotonic()
-        if how == "it disappears":
-            hosts.lose(lost)
-        else:
+        if is_cut:
             hosts.cut.add(lost)
+        else:
+            hosts.lose(lost)
         for rank in range(num_hosts):
-            if rank == lost and how == "it disappears":
+            if rank == lost and not is_cut:
                 continue
             report = ranks.report(rank, at + PATIENCE)
             report.ended.check(RingPeerError, within=TIMEOUT + BOUND)
@@ -197,8 +190,10 @@ class HostTests(AdapterSuite):
             assert re.search(pattern, report.ended.message), report
             assert report.left.seconds < BOUND, report
 
+    @core
+    @MORE_CASES
     @requires("training")
-    @_on_hosts
+    @pytest.mark.parametrize("num_hosts", [2, 4])
     @pytest.mark.timeout(600)
     def test_training_under_torchrun(self, hosts: Hosts, num_hosts: int, tmp_path: Path) -> None:
         name = next(name for name, module in adapter_modules().items() if module == self.adapter)

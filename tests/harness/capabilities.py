@@ -91,8 +91,8 @@ class AdapterSuite:
         framework_options: keyword arguments for every ``parallelize`` of the suite, in addition to the common ones.
         core_in_matrix: True if another adapter runs the tests of core behaviour. They are then marked ``matrix``, and
             those that are already marked as more cases are left out.
-        quick: the names of the tests that the quick command runs, with or without parameters; None means all. The
-            others are marked ``matrix``.
+        quick: the names of inherited tests that the quick command runs, with or without parameters; None means all.
+            The others are marked ``matrix``.
         more_cases: False for a further strategy of an adapter, which runs no test that is marked as more cases.
     """
 

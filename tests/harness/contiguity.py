@@ -79,7 +79,7 @@ def _results(call: LocalCall, tensors: list[Tensor], mask: Tensor) -> Results:
 
 @core
 class ContiguityTests(AdapterSuite):
-    @in_every_layout("view", VIEWS, quick_every=3)
+    @in_every_layout("view", VIEWS, quick_every=6)
     @on_every_rank
     def test_views_give_the_results_of_contiguous_copies(self, layout: LayoutKind, view: str) -> None:
         check_view(self.call(_CASE, layout=layout, gradients=False), view)

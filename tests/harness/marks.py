@@ -17,3 +17,8 @@ def matrix_but(*quick: Any, of: Iterable[Any], reason: str | None = None) -> lis
     """Values for ``parametrize``. Those that are not in ``quick`` are marked ``matrix``."""
     mark = MORE_CASES if reason is None else pytest.mark.matrix(reason=reason)
     return [value if value in quick else pytest.param(value, marks=mark) for value in of]
+
+
+def once_but(*every: Any, of: Iterable[Any]) -> list[Any]:
+    """Values for ``parametrize``. Those in ``every`` run with every adapter, and the others with one, in the matrix."""
+    return [value if value in every else pytest.param(value, marks=[MORE_CASES, pytest.mark.core]) for value in of]

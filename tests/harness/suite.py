@@ -62,7 +62,6 @@ class AllTrainingTests(
 
 
 EVERY_ADAPTER = (
-    "test_a_rank_that_stays_away_is_reported_in_time",
     "test_gradients_are_those_of_the_whole_batch",
     "test_hops",
     "test_hops_counted_by_hand",
@@ -74,6 +73,9 @@ EVERY_ADAPTER = (
     "test_training_resumes_from_a_checkpoint",
 )
 """The tests that the quick command runs with every adapter of this package. With the first one, it runs all suites."""
+
+A_GRADIENT = ("test_gradients_are_those_of_the_whole_batch[zigzag-2x2-torch.float32]",)
+"""The test that the quick command runs with every further strategy."""
 
 
 class AdapterTests(ProcessExitTests, TrainCommandTests, SoakTests, AllTrainingTests, TransportTests):

@@ -168,7 +168,7 @@ class TrainingTests(TrainingSuite):
         [
             pytest.param(FP64, "adam", marks=MORE_CASES),
             (FP32, "adam"),
-            pytest.param(FP32, "momentum", marks=pytest.mark.core),
+            pytest.param(FP32, "momentum", marks=[pytest.mark.core, MORE_CASES]),
         ],
         ids=str,
     )

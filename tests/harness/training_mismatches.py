@@ -21,7 +21,7 @@ from ring_backends.ring.notices import Notices
 from ring_backends.ring.ring import Ring
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import A_MOMENT, AT_ONCE, ODD_RANK, SHORT, ending, shorten
-from ring_backends.testing.marks import MORE_CASES, THOROUGH
+from ring_backends.testing.marks import MORE_CASES, THOROUGH, once_but
 from ring_backends.testing.models import BlocksOfExperts, OneParameter, TwoLayers
 from ring_backends.testing.rings import TWO
 from ring_backends.testing.training_runs import Recipe, TrainingSuite
@@ -193,13 +193,7 @@ class TrainingMismatchTests(TrainingSuite):
             counts.append(gathered.call_count + compared.call_count)
         assert counts[WARM_UP:] == [1, 1, 1], counts
 
-    @pytest.mark.parametrize(
-        "name",
-        [
-            pytest.param(name, marks=() if name == "another call" else [MORE_CASES, pytest.mark.core])
-            for name in UNUSUAL
-        ],
-    )
+    @pytest.mark.parametrize("name", once_but("another call", of=UNUSUAL))
     @on_every_rank
     def test_a_rank_that_leaves_the_usual_sequence_is_reported(self, name: str) -> None:
         state, (field, odd) = self.usual_steps(), UNUSUAL[name]

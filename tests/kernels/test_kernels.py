@@ -21,7 +21,7 @@ from ring_backends.testing.marks import matrix_but
 
 
 @pytest.mark.parametrize("kernel", tiles.CPU_KERNELS, ids=tiles.kernel_id)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_fp64_matches_the_dense_softmax(kernel: Kernel, data: st.DataObject) -> None:
     banded = kernel.takes_bands and data.draw(st.booleans())

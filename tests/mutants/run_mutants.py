@@ -1,6 +1,6 @@
 """Put one small fault after another into the package, and see whether its tests fail.
 
-``python tests/mutants/run_mutants.py --jobs 2 --json results.json`` needs an environment with all frameworks, such as
+``python tests/mutants/run_mutants.py --jobs 2`` needs an environment with all frameworks, such as
 ``.tox/quick``, and Python 3.11 or newer. It works on copies of the checkout. The tests that ``mutants.toml`` names for
 a fault run as in ``tox run -m test``, and if they pass, as in ``tox run -e rest``, until one fails. The run ends with a
 table by room.
@@ -9,12 +9,11 @@ table by room.
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -52,41 +51,34 @@ def failing_test(tree: Path, arguments: str, mark: str, triton: str | None) -> s
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
     environment |= {"TRITON_INTERPRET": "1"} if python == triton else {}
     with tempfile.TemporaryFile("w+") as output:
-        # In a group of its own, so that processes that a test has started can be ended with it.
-        process = subprocess.Popen(
-            command, cwd=tree, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        to_file: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT}
         try:
-            status = process.wait(SECONDS)
+            status = subprocess.run(command, cwd=tree, env=environment, timeout=SECONDS, **to_file).returncode
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
             return f"{arguments}: no end within {SECONDS} s"
         output.seek(0)
         text = output.read()
-    if status in (0, 4, 5):  # all passed, or the test of an earlier run has gone, or none has this mark
+    if status in (0, 5):  # all passed, or none has this mark
         return None
     found = re.search(r"^(?:FAILED|ERROR) (\S+(?:\[[^\n]*?\])?)(?: - |$)", text, re.MULTILINE)
     return found[1] if found else f"{arguments}: exit status {status}: {text[-300:]}"
 
 
-def run_mutant(tree: Path, mutant: Mutant, first: str | None, triton: str | None) -> Mutant:
+def run_mutant(tree: Path, mutant: Mutant, triton: str | None) -> Mutant:
     """Put the fault into a copy, run its tests, and take it out again."""
-    file = tree / mutant["file"]
+    file, result = tree / mutant["file"], {name: mutant[name] for name in ("name", "file")}
     text = file.read_text()
     assert text.count(mutant["old"]) == 1, f"{mutant['file']} has changed: renew the mutant {mutant['name']!r}"
     file.write_text(text.replace(mutant["old"], mutant["new"]))
-    tests = [*([first] if first else []), *mutant["tests"]]
     try:
-        for name in ("quick", "rest"):
-            for arguments in tests:
-                of_rest = "matrix and not core" if FURTHER_ADAPTER.search(arguments) else "matrix"
-                test = failing_test(tree, arguments, "not matrix" if name == "quick" else of_rest, triton)
-                if test is not None:
-                    return {"name": mutant["name"], "file": mutant["file"], "found_by": name, "test": test}
+        for name, arguments in itertools.product(("quick", "rest"), mutant["tests"]):
+            of_rest = "matrix and not core" if FURTHER_ADAPTER.search(arguments) else "matrix"
+            test = failing_test(tree, arguments, "not matrix" if name == "quick" else of_rest, triton)
+            if test is not None:
+                return {**result, "found_by": name, "test": test}
     finally:
         file.write_text(text)
-    return {"name": mutant["name"], "file": mutant["file"], "found_by": "none", "test": None}
+    return {**result, "found_by": "none", "test": None}
 
 
 def table(results: list[Mutant]) -> str:
@@ -96,24 +88,19 @@ def table(results: list[Mutant]) -> str:
         path = Path(result["file"])
         room = path.parts[1] if path.parts[0] == "ring_backends" else f"adapters/{path.parts[1].removesuffix('.py')}"
         rooms["public modules" if room.endswith(".py") else room][result["found_by"]] += 1
-    rows = ["| room | faults | found by quick | by rest | not found |", "|---|---:|---:|---:|---:|"]
-    for room, found in [*sorted(rooms.items()), ("all", sum(rooms.values(), Counter[str]()))]:
-        rows.append(f"| {room} | {found.total()} | {found['quick']} | {found['rest']} | {found['none']} |")
-    return "\n".join(rows)
+    rooms["all"] = sum(rooms.values(), Counter[str]())
+    counts = (f"| {name} | {x.total()} | {x['quick']} | {x['rest']} | {x['none']} |" for name, x in rooms.items())
+    return "\n".join(["| room | faults | found by quick | by rest | not found |", "|---|---:|---:|---:|---:|", *counts])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-k", default="", help="only faults whose name or file contains this text")
     parser.add_argument("--jobs", type=int, default=1, help="number of faults at a time")
-    parser.add_argument("--json", type=Path, help="file for the results")
-    parser.add_argument("--known", type=Path, help="results of an earlier run; its failing tests run first")
     parser.add_argument("--triton", metavar="PYTHON", help="interpreter with Triton, as .tox/triton/bin/python")
     options = parser.parse_args()
     with (Path(__file__).parent / "mutants.toml").open("rb") as file:
         mutants = [x for x in tomllib.load(file)["mutant"] if options.k in x["name"] or options.k in x["file"]]
-    known = json.loads(options.known.read_text()) if options.known else []
-    first = {result["name"]: shlex.quote(result["test"]) for result in known if "::" in str(result["test"])}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         trees: SimpleQueue[Path] = SimpleQueue()
         for number in range(options.jobs):
@@ -122,15 +109,13 @@ def main() -> int:
         def run(mutant: Mutant) -> Mutant:
             tree = trees.get()
             try:
-                result = run_mutant(tree, mutant, first.get(mutant["name"]), options.triton)
+                result = run_mutant(tree, mutant, options.triton)
             finally:
                 trees.put(tree)
-            print(f"{result['found_by']:6} {mutant['file']}: {mutant['name']}: {result['test']}", flush=True)
+            print(*(result[name] for name in ("found_by", "file", "name", "test")), sep=": ", flush=True)
             return result
 
         results = list(pool.map(run, mutants))
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
     print(table(results))
     return int(any(result["found_by"] == "none" for result in results))
 

@@ -57,8 +57,8 @@ ARGUMENTS = (
 )
 
 
-@in_parts(4)
-@settings(FUZZ, max_examples=100)
+@in_parts(8)
+@settings(FUZZ, max_examples=50)
 @given(
     case=attention_cases(max_n=24), changes=st.dictionaries(st.sampled_from(ARGUMENTS), JUNK, min_size=1, max_size=3)
 )

@@ -364,6 +364,7 @@ def test_a_kernel_that_cannot_call_it_refuses() -> None:
         attend(FUNCTIONS["softcap"], kernel="aten_cpu_flash")
 
 
+@THOROUGH
 def test_a_compiled_module_gives_the_same() -> None:
     *rows, grad_out = (x.requires_grad_() for x in make())
     outs = [call(*rows) for call in (scaled_call, torch.compile(scaled_call, backend="aot_eager"))]

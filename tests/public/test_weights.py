@@ -15,6 +15,7 @@ from torch import Tensor
 from ring_backends import DilatedPattern, Ring, RingMismatchError
 from ring_backends.adapters import native
 from ring_backends.testing.calls import expected, new_attention
+from ring_backends.testing.marks import THOROUGH
 from ring_backends.testing.reference import reference_counts
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 from ring_backends.testing.world import World
@@ -119,6 +120,7 @@ def test_positions_of_one_rank_are_reported(pair: World, check: Any) -> None:
     pair.run(on_ring, check)
 
 
+@THOROUGH
 def test_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     pattern = DilatedPattern(CASE.segment_lengths, CASE.dilation_rates)
