@@ -57,7 +57,7 @@ def _is_chosen(item: pytest.Item) -> bool:
     is_core = suite.core_in_matrix and item.get_closest_marker("core") is not None
     if (is_core or not suite.more_cases) and MORE_CASES.mark in item.iter_markers("matrix"):
         return False
-    if is_core or not (suite.quick is None or {item.name, item.originalname} & {*suite.quick, *vars(suite)}):
+    if is_core or not (suite.quick is None or {item.name, item.name.partition("[")[0]} & {*suite.quick, *vars(suite)}):
         item.add_marker(pytest.mark.matrix(reason="the quick command tests this with another adapter or strategy"))
     return True
 
