@@ -72,7 +72,7 @@ EVERY_ADAPTER = (
     "test_the_norm_of_the_whole_gradient_is_clipped",
     "test_training_resumes_from_a_checkpoint",
 )
-"""The tests that the quick command runs with every adapter of this package. With the first one, it runs all suites."""
+"""The tests that the quick command runs with fsdp, deepspeed and fairscale. With native, it runs all suites."""
 
 A_GRADIENT = ("test_gradients_are_those_of_the_whole_batch[zigzag-2x2-torch.float32]",)
 """The test that the quick command runs with every further strategy."""
