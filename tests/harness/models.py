@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ring_backends.testing.reference import reference_attention
 from ring_backends.testing.strategies import AttentionCase
+from ring_backends.training import chunked_cross_entropy
 
 VOCABULARY = 11
 MAX_LEN = 32
@@ -198,6 +199,18 @@ class OneParameter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * x
+
+
+class ChunkedLoss(nn.Module):
+    """Returns the cross entropy of a head. The labels are 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 32)
+        randomize(self.named_parameters(), 0)
+
+    def forward(self, rows: Tensor, chunk_rows: int) -> Any:
+        return chunked_cross_entropy(rows, self.head, rows.new_zeros(rows.shape[:2]).long(), chunk_rows=chunk_rows)
 
 
 def unit_sgd(parameters: Any) -> torch.optim.Optimizer:

@@ -47,6 +47,50 @@ def test_logits_in_bf16_are_summed_in_fp32() -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=0)
 
 
+class Doubled(nn.Linear):
+    """A head whose weight is computed, as in a parametrization."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return F.linear(rows, 2 * self.weight, self.bias)
+
+
+@pytest.mark.parametrize("kind", ["linear", "doubled", "table"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_chunks_in_low_precision_are_added_in_fp32(kind: str, dtype: torch.dtype) -> None:
+    """3,000 chunks of one row give as good gradients as one chunk: in bf16, 256 + 1 is 256."""
+    torch.manual_seed(0)
+    rows, labels = torch.randn(1, 3000, 8, dtype=dtype, requires_grad=True), torch.randint(WORDS, (1, 3000))
+    table = nn.Embedding(WORDS, 8).to(dtype).weight
+    layer = (Doubled if kind == "doubled" else nn.Linear)(8, WORDS).to(dtype)
+    head = (lambda x: x @ table.T) if kind == "table" else layer
+    leaves = [rows, table] if kind == "table" else [rows, *layer.parameters()]
+    one, many = (
+        torch.autograd.grad(chunked_cross_entropy(rows, head, labels, chunk_rows=size) / 100, leaves)
+        for size in (3000, 1)
+    )
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    weight = 2 * wide[1] if kind == "doubled" else wide[1]
+    logits = F.linear(wide[0], weight, *wide[2:])
+    wanted = torch.autograd.grad(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / 100, wide)
+    for got, best, grad in zip(many, one, wanted, strict=True):
+        assert (got - grad).norm() <= 2 * max((best - grad).norm(), torch.finfo(dtype).eps / 2 * grad.norm())
+
+
+def test_a_backward_can_be_repeated() -> None:
+    """Also with gradients of the gradients."""
+    rows, head, labels = make_inputs(torch.float64)
+    leaves = [rows, *head.parameters()]
+    found = []
+    for loss in (
+        chunked_cross_entropy(rows, head, labels, chunk_rows=7),
+        F.cross_entropy(head(rows).flatten(0, 1), labels.flatten(), reduction="sum"),
+    ):
+        grads = [torch.autograd.grad(loss, leaves, retain_graph=True, create_graph=create) for create in (False, True)]
+        squares = torch.stack([grad.square().sum() for grad in grads[1]]).sum()
+        found.append([*grads[0], *grads[1], *torch.autograd.grad(squares, leaves)])
+    assert_near(*found)
+
+
 @THOROUGH
 def test_no_tensor_has_the_logits_of_all_rows() -> None:
     """131,072 rows and 128,000 words, without values."""
