@@ -14,6 +14,7 @@ Attention computes the scores block by block, so no memory grows with the square
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -78,21 +79,23 @@ def distance(coords: Tensor, slopes: Tensor) -> ScoreMod:
     """Subtract a multiple of the Euclidean distance of two tiles on a slide (TITAN, arXiv 2411.19666).
 
     Args:
-        coords: float [batch, n, 2], the place of each tile of the whole sequence, on every rank.
-        slopes: float [heads], the factor of each query head; for example 2^(−8 · 1/H), 2^(−8 · 2/H), …, each divided
-            by the distance of neighbouring tiles.
+        coords: fp32, fp64 or integers [batch, n, 2], the place of each tile of the whole sequence, on every rank. bf16
+            and fp16 would round pixels.
+        slopes: fp32 or fp64 [heads], the factor of each query head; for example 2^(−8 · 1/H), 2^(−8 · 2/H), …, each
+            divided by the distance of neighbouring tiles.
 
     Raises:
         ValueError, TypeError: a tensor has another shape or dtype, or requires a gradient.
     """
-    _check_tensor("coords", coords, "[batch, n, 2]", width=2)
-    _check_tensor("slopes", slopes, "[heads]")
-    first, second = coords.unbind(2)
+    _check_tensor("coords", coords, "[batch, n, 2]", _PRECISE, width=2, integers=True)
+    _check_tensor("slopes", slopes, "[heads]", _PRECISE)
+    # Differences of int64 are exact. Those of unsigned integers would wrap around.
+    first, second = (coords if coords.is_floating_point() else coords.long()).unbind(2)
 
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         across = first[batch, q_idx] - first[batch, kv_idx]
         down = second[batch, q_idx] - second[batch, kv_idx]
-        return score - slopes[head] * torch.hypot(across, down)
+        return score - slopes[head] * torch.hypot(across.to(score.dtype), down.to(score.dtype))
 
     return score_mod
 
@@ -104,8 +107,8 @@ def relative(table: Tensor, *, bidirectional: bool = True, max_distance: int = 1
     to ``max_distance``. T5 does not scale its scores, so give its attention ``scale=1.0``.
 
     Args:
-        table: float [buckets, heads], ``relative_attention_bias.weight.detach()`` of a model. It is read now: later
-            changes of the weight have no effect.
+        table: fp32, fp64, bf16 or fp16 [buckets, heads], ``relative_attention_bias.weight.detach()`` of a model. It is
+            read now: later changes of the weight have no effect.
         bidirectional: whether keys after the query have buckets of their own, as in T5's encoder. In its decoder, which
             is causal, all buckets are for keys before the query.
         max_distance: from this distance on, in tokens, all keys are in one bucket.
@@ -113,7 +116,7 @@ def relative(table: Tensor, *, bidirectional: bool = True, max_distance: int = 1
     Raises:
         ValueError, TypeError: an argument is invalid.
     """
-    _check_tensor("table", table, "[buckets, heads]")
+    _check_tensor("table", table, "[buckets, heads]", _FLOATING)
     check_integer("max_distance", max_distance, 1)
     per_direction = table.shape[0] // 2 if bidirectional else table.shape[0]
     single = per_direction // 2
@@ -139,13 +142,34 @@ def relative(table: Tensor, *, bidirectional: bool = True, max_distance: int = 1
     return score_mod
 
 
-def _check_tensor(name: str, tensor: object, shape: str, width: int | None = None) -> None:
-    """Check that an argument is a floating-point tensor of this shape, whose last dimension has the size ``width``."""
+_PRECISE = torch.float32, torch.float64
+_FLOATING = *_PRECISE, torch.bfloat16, torch.float16
+
+
+def _check_tensor(
+    name: str,
+    tensor: object,
+    shape: str,
+    dtypes: Collection[torch.dtype],
+    width: int | None = None,
+    integers: bool = False,
+) -> None:
+    """Check an argument's shape, whose last dimension has the size ``width``, and its dtype.
+
+    Args:
+        dtypes: the floating-point dtypes that it may have.
+        integers: whether it may hold integers.
+    """
+    wanted = " or ".join([*(str(dtype) for dtype in dtypes), *["integers"] * integers])
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} = {tensor!r}: expected a floating-point tensor {shape}.")
+        raise TypeError(f"{name} = {tensor!r}: expected a tensor {shape} of {wanted}.")
     has_shape = tensor.dim() == shape.count(",") + 1 and width in (None, *tensor.shape[-1:])
-    if not has_shape or not tensor.is_floating_point():
-        way_out = "convert it with .to()" if has_shape else "reshape it"
-        raise ValueError(f"{name} is {tensor.dtype} {[*tensor.shape]}: expected floating point {shape}; {way_out}.")
+    is_integer = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    if not has_shape or not (tensor.dtype in dtypes or (integers and is_integer)):
+        way_out = "reshape it"
+        if has_shape:
+            rounds = tensor.is_floating_point() and dtypes is _PRECISE
+            way_out = "make it in that dtype, since this one rounds it" if rounds else "convert it with .to()"
+        raise ValueError(f"{name} is {tensor.dtype} {[*tensor.shape]}: expected {shape} of {wanted}; {way_out}.")
     if tensor.requires_grad:
         raise ValueError(f"{name} requires a gradient, which is not computed: pass {name}.detach().")

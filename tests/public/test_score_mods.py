@@ -340,7 +340,11 @@ NO_FUNCTION = r"score_mod = 'alibi': expected a function \(score, batch, head, q
         (lambda: score_mods.softcap("30"), TypeError, "cap = '30': expected a number"),
         (lambda: score_mods.alibi(0), ValueError, "num_heads = 0"),
         (lambda: score_mods.distance(torch.zeros(3, 2), SLOPES), ValueError, r"coords is torch.float32 \[3, 2\]"),
-        (lambda: score_mods.distance(torch.zeros(1, 3, 2).long(), SLOPES), ValueError, "coords is torch.int64"),
+        (lambda: score_mods.distance(COORDS.bfloat16(), SLOPES), ValueError, "coords is torch.bfloat16.*rounds it"),
+        (lambda: score_mods.distance(COORDS.half(), SLOPES), ValueError, "coords is torch.float16.*or integers; make"),
+        (lambda: score_mods.distance(COORDS > 0, SLOPES), ValueError, "coords is torch.bool"),
+        (lambda: score_mods.distance(COORDS, SLOPES.bfloat16()), ValueError, "slopes is torch.bfloat16.*rounds it"),
+        (lambda: score_mods.distance(COORDS, SLOPES.long()), ValueError, "slopes is torch.int64"),
         (lambda: score_mods.distance(COORDS, 1.0), TypeError, r"slopes = 1\.0"),
         (lambda: score_mods.distance(PLACES, SLOPES), ValueError, "coords requires a gradient, .*coords"),
         (lambda: score_mods.relative(LEARNED[:, None]), ValueError, r"table requires .* pass table\.detach"),
@@ -394,6 +398,16 @@ def test_identities_do_not_depend_on_the_process(tmp_path: Path) -> None:
     program = ["-c", f"{imported}; print(identity(lambda x: x in {{'a', 'b', 'c', 'd'}}))"]
     found = {output_of(program, tmp_path, environment(PYTHONHASHSEED=seed)) for seed in ("1", "2", "3")}
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
+def test_distances_of_integers_are_those_of_their_numbers(dtype: torch.dtype) -> None:
+    """Far from zero fp32 has no odd integers, and differences of unsigned integers could wrap around."""
+    generator = torch.Generator().manual_seed(3)
+    begin = torch.iinfo(dtype).max // 2 - 100
+    coords = begin + torch.randint(200, (2, LENGTH, 2), generator=generator)
+    found = attend(score_mods.distance(coords.to(dtype), SLOPES))
+    torch.testing.assert_close(found, attend(score_mods.distance((coords - begin).double(), SLOPES)))
 
 
 def test_alibi_ignores_the_default_dtype() -> None:
