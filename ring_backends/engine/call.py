@@ -22,7 +22,7 @@ from ring_backends.engine.validation import check_documents, check_flag, check_l
 from ring_backends.kernels import Kernel, KernelInputs, select_kernel
 from ring_backends.kernels.choice import PROBE_VARIABLE
 from ring_backends.kernels.dropout import Dropout
-from ring_backends.kernels.score_mod import TranslatedScoreMod, check_score_mod, identity
+from ring_backends.kernels.score_mod import TranslatedScoreMod, captured_values, check_score_mod, identity
 from ring_backends.kernels.steps import StepKernel
 from ring_backends.kernels.triton_score_mod import UntranslatableError, translate
 from ring_backends.ring.calls import Configuration
@@ -129,6 +129,7 @@ class AttentionCall:
                 "key_padding_mask": "none" if mask is None else "given",
                 "sinks": "none" if inputs.sinks is None else "given",
                 "score_mod": "none" if inputs.score_mod is None else identity(inputs.score_mod),
+                "captured by score_mod": "" if inputs.score_mod is None else captured_values(inputs.score_mod),
                 "document_ids": "none" if documents is None else f"given, {documents.dtype}",
                 "dropout_p": 0.0 if self.dropout is None else self.dropout.p,
                 "grad_wire_dtype": "none" if self.grad_wire_dtype is None else str(self.grad_wire_dtype),
@@ -198,7 +199,9 @@ def _key(inputs: AttentionInputs, settings: tuple[object, ...]) -> object:
     marks = inputs.key_padding_mask, inputs.document_ids, inputs.sinks
     options = inputs.is_causal, inputs.return_lse, inputs.seq_len
     is_translated = isinstance(inputs.score_mod, TranslatedScoreMod)
-    score_mod = None if inputs.score_mod is None else (identity(inputs.score_mod), is_translated)
+    score_mod = None
+    if inputs.score_mod is not None:
+        score_mod = identity(inputs.score_mod), captured_values(inputs.score_mod), is_translated
     types = *map(type, (query, key, value)), *(Tensor if x is None else type(x) for x in marks)
     if not _PLAIN.issuperset(types) or tuple(map(type, options)) not in _OPTIONS:
         return None

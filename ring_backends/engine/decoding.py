@@ -23,7 +23,7 @@ from ring_backends.kernels import Kernel, KernelInputs, PairRule, TileInputs, pa
 from ring_backends.kernels.base import split_scale
 from ring_backends.kernels.constants import constant
 from ring_backends.kernels.merge import merge_, statistics_dtype
-from ring_backends.kernels.score_mod import PairScores, ScoreMod, check_score_mod, identity
+from ring_backends.kernels.score_mod import PairScores, ScoreMod, captured_values, check_score_mod, identity
 from ring_backends.kernels.steps import StepKernel
 from ring_backends.ring.calls import Configuration
 from ring_backends.schedule.bands import ANTICAUSAL, CAUSAL, Band, Blocks, Part, as_slice, cut_band
@@ -327,6 +327,7 @@ def configuration_of(step: Step, module_number: str) -> Configuration:
             ("key_padding_mask", "none" if ignored is None else "given"),
             ("sinks", "given" if step.has_sinks else "none"),
             ("score_mod", "none" if step.score_mod is None else identity(step.score_mod)),
+            ("captured by score_mod", "" if step.score_mod is None else captured_values(step.score_mod)),
         ),
     )
 

@@ -7,12 +7,16 @@ key, each as a tensor without dimensions. :func:`torch.vmap` evaluates it for a 
 from __future__ import annotations
 
 import contextlib
+import dis
 import inspect
+import itertools
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from types import CodeType
+from numbers import Number
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -249,29 +253,118 @@ def _captured(function: Any) -> dict[str, object]:
     if isinstance(function, partial):
         arguments = {f"argument {index}": x for index, x in enumerate(function.args)}
         return {**_captured(function.func), **arguments, **function.keywords}
-    if isinstance(function, nn.Module):
-        return {**dict(function.named_parameters()), **dict(function.named_buffers())}
-    if inspect.ismethod(function):
-        return {**_captured(function.__self__), **_captured(function.__func__)}
-    if inspect.isfunction(function):
-        code, known = function.__code__, function.__globals__
-        found: dict[str, object] = {name: known[name] for name in code.co_names if name in known}
-        return {**found, **_closure_of(function)}
-    return dict(getattr(function, "__dict__", {}))
-
-
-def read_values(function: ScoreMod, depth: int = 4) -> dict[str, tuple[object, int]]:
-    """The tensors and numbers that a score_mod reads besides its arguments, each with the version of a tensor."""
-    found: dict[str, tuple[object, int]] = {}
-    for name, value in _captured(function).items():
-        if isinstance(value, Tensor):
-            version = 0 if value.is_inference() else internal(value, "_version", "noticing a change of a tensor")
-            found[name] = value, version
-        elif isinstance(value, (bool, int, float, str)):
-            found[name] = value, 0
-        elif callable(value) and depth and getattr(value, "__module__", None) == getattr(function, "__module__", None):
-            found |= {f"{inner} of {name}": read for inner, read in read_values(value, depth - 1).items()}
+    owner, own = _owner_and_code(function)
+    found = dict(getattr(owner, "__dict__", {}))
+    if owner is not None:
+        names = _names_of(type(owner), own)
+        found = {name: x for name, x in found.items() if isinstance(x, Tensor) or name in names}
+    if isinstance(owner, nn.Module):
+        children = {name: x for name, x in owner.named_children() if name in names}
+        found |= {**dict(owner.named_parameters()), **dict(owner.named_buffers()), **children}
+    if own is not None:
+        known = own.__globals__
+        found |= {name: known[name] for name in _globals_of(own.__code__) if name in known}
+        found |= _defaults_of(own) | _closure_of(own)
     return found
+
+
+def _owner_and_code(function: Any) -> tuple[Any, FunctionType | None]:
+    """The object whose attributes a function may read, None for a plain function, and the function that runs."""
+    if inspect.ismethod(function):
+        owner, own = function.__self__, function.__func__
+    elif inspect.isfunction(function):
+        owner, own = None, function
+    else:
+        owner, own = (
+            function,
+            getattr(type(function), "forward" if isinstance(function, nn.Module) else "__call__", None),
+        )
+    return owner, own if inspect.isfunction(own) else None
+
+
+def _names_of(owner: type, function: Any) -> set[str]:
+    """The names of attributes in a function's code, and in that of the methods of ``owner`` that it names."""
+    names: set[str] = set()
+    waiting: list[Any] = [function]
+    for own in waiting:  # the list grows
+        new = {*_names_in(own.__code__)} - names if inspect.isfunction(own) else set()
+        names |= new
+        found = (inspect.getattr_static(owner, name, None) for name in sorted(new))
+        waiting += [x.fget if isinstance(x, property) else x for x in found]
+    return names
+
+
+@lru_cache(maxsize=256)
+def _names_in(code: CodeType) -> tuple[str, ...]:
+    inner = (_names_in(x) for x in code.co_consts if isinstance(x, CodeType))
+    return *code.co_names, *itertools.chain.from_iterable(inner)
+
+
+@lru_cache(maxsize=256)
+def _globals_of(code: CodeType) -> tuple[str, ...]:
+    """The names of the global variables in a function's code."""
+    own = [x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL"]
+    inner = (_globals_of(x) for x in code.co_consts if isinstance(x, CodeType))
+    return *own, *itertools.chain.from_iterable(inner)
+
+
+def _defaults_of(function: FunctionType) -> dict[str, object]:
+    """The default values of a function's arguments."""
+    parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    return {each.name: each.default for each in parameters if each.default is not each.empty}
+
+
+def read_values(function: ScoreMod) -> dict[str, tuple[object, int]]:
+    """The tensors, numbers and texts that a score_mod reads besides its arguments, each with the version of a tensor.
+
+    They are found in closures, globals, defaults, arguments of functools.partial, attributes, lists and dictionaries,
+    and in the functions that it calls, but not in those of torch.
+    """
+    return dict(_read_by(function, 4))
+
+
+def _read_by(function: Any, depth: int) -> Iterator[tuple[str, tuple[object, int]]]:
+    for name, value in _captured(function).items():
+        yield from _read_in(name, value, function, depth)
+
+
+def _read_in(name: str, value: Any, reader: Any, depth: int) -> Iterator[tuple[str, tuple[object, int]]]:
+    if isinstance(value, Tensor):
+        version = 0 if value.is_inference() else internal(value, "_version", "noticing a change of a tensor")
+        yield name, (value, version)
+    elif isinstance(value, (Number, str)):
+        yield name, (value, 0)
+    elif not depth or getattr(value, "__module__", getattr(value, "__name__", "")).partition(".")[0] == "torch":
+        return
+    elif isinstance(value, (list, tuple, dict)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _read_in(f"{name}[{key!r}]", item, reader, depth - 1)
+    elif callable(value) and not isinstance(value, type):
+        for inner, read in _read_by(value, depth - 1):
+            yield f"{inner} of {name}", read
+    else:  # an object or a module, of which the function reads some attributes
+        own = _owner_and_code(reader)[1]
+        attributes = getattr(value, "__dict__", {})
+        for key in sorted({*attributes} & {*(_names_in(own.__code__) if own else ())}):
+            yield from _read_in(f"{name}.{key}", attributes[key], reader, depth - 1)
+
+
+def captured_values(function: ScoreMod) -> str:
+    """What :func:`read_values` finds, without the values of tensors, as a text that is the same on all ranks."""
+    if isinstance(function, TranslatedScoreMod):
+        function = function.function
+    texts = []
+    for name, (value, _) in sorted(read_values(function).items()):
+        if isinstance(value, Tensor):
+            texts.append(f"{name} is {value.dtype} {[*value.shape]}")
+        elif not (isinstance(value, str) and _DEVICE.fullmatch(value)):
+            texts.append(f"{name} = {value!r}")
+    text = ", ".join(texts)
+    return text if len(text) <= 400 else f"{text[:400]}… #{zlib.crc32(text.encode()):08x}"
+
+
+_DEVICE = re.compile(r"[a-z]+(:\d+)?")
+"""The name of a device, which may differ between ranks."""
 
 
 def check_unchanged(function: ScoreMod, before: Mapping[str, tuple[object, int]]) -> None:

@@ -9,7 +9,10 @@ import contextlib
 import functools
 import math
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +30,7 @@ from ring_backends.engine.backward import backward
 from ring_backends.engine.call import check_call
 from ring_backends.engine.forward import forward
 from ring_backends.engine.inputs import AttentionInputs
-from ring_backends.kernels.score_mod import identity
+from ring_backends.kernels.score_mod import captured_values, identity
 from ring_backends.testing.marks import THOROUGH, matrix_but
 from ring_backends.testing.world import World
 
@@ -387,6 +390,81 @@ def test_identities_are_of_code() -> None:
     assert identity(applied(torch.tanh)) != identity(applied(torch.sin))
 
 
+@dataclass
+class Capped:
+    """A score_mod with attributes. It reads one by a method, and does not read ``rank``."""
+
+    cap: float
+    rank: int = 0
+
+    def capped(self, score: Tensor) -> Tensor:
+        return torch.tanh(score) * self.cap
+
+    def __call__(self, score: Tensor, *pair: Tensor) -> Tensor:
+        return self.capped(score)
+
+
+class CappedModule(nn.Module):
+    def __init__(self, cap: float) -> None:
+        super().__init__()
+        self.cap = cap
+
+    def forward(self, score: Tensor, *pair: Tensor) -> Tensor:
+        return torch.tanh(score) * self.cap
+
+
+def with_default(cap: float) -> Any:
+    return lambda score, b, h, q, k, limit=cap: torch.tanh(score) * limit
+
+
+def with_table(caps: Any) -> Any:
+    return lambda score, *pair: torch.tanh(score) * caps["all"][0]
+
+
+def with_settings(settings: Any) -> Any:
+    return lambda score, *pair: torch.tanh(score) * settings.cap
+
+
+CAPS = SimpleNamespace(cap=1.0, name="unused")
+CAP = 1.0
+
+CAPTURING: dict[str, Callable[[float], Any]] = {
+    "closure": score_mods.softcap,
+    "function in a closure": lambda cap: applied(score_mods.softcap(cap)),
+    "partial": lambda cap: functools.partial(lambda cap, score, *pair: torch.tanh(score) * cap, cap),
+    "default": with_default,
+    "list in a dictionary": lambda cap: with_table({"all": [cap]}),
+    "attribute of an object": lambda cap: with_settings(SimpleNamespace(cap=cap)),
+    "attribute": Capped,
+    "attribute of a module": CappedModule,
+    "method": lambda cap: Capped(cap).__call__,
+}
+
+
+@pytest.mark.parametrize("name", CAPTURING)
+def test_captured_numbers_are_compared(name: str) -> None:
+    texts = [captured_values(CAPTURING[name](cap)) for cap in (3.0, 50.0, 3.0)]
+    assert texts[0] == texts[2] != texts[1]
+    assert re.search(r"= 3\.0", texts[0])
+
+
+def test_what_is_compared_of_what_a_function_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, table = "cuda:1", torch.zeros(3, 2)
+
+    def score_mod(score: Tensor, *pair: Tensor) -> Tensor:
+        return score.clamp(max=CAP * CAPS.cap) + table.to(device)[0, 0] * math.pi
+
+    assert captured_values(score_mod) == (
+        f"CAP = 1.0, CAPS.cap = 1.0, math.pi = {math.pi}, table is torch.float32 [3, 2]"
+    )
+    monkeypatch.setitem(globals(), "CAP", 2.0)
+    assert captured_values(score_mod).startswith("CAP = 2.0, ")
+    assert captured_values(Capped(3.0, rank=0)) == captured_values(Capped(3.0, rank=1)) == "cap = 3.0"
+    one, two = (captured_values(with_table({"all": [1.0, *[0.0] * 999, last]})) for last in (1.0, 2.0))
+    assert len(one) == len(two) < 420
+    assert one != two
+
+
 def applied(function: Any) -> Any:
     return lambda score, batch, head, q_idx, kv_idx: function(score)
 
@@ -394,7 +472,7 @@ def applied(function: Any) -> Any:
 @THOROUGH
 def test_identities_do_not_depend_on_the_process(tmp_path: Path) -> None:
     """A set is a constant whose order depends on the seed of hashes."""
-    imported = "from ring_backends.kernels.score_mod import identity"
+    imported = "from ring_backends.kernels.score_mod import captured_values, identity"
     program = ["-c", f"{imported}; print(identity(lambda x: x in {{'a', 'b', 'c', 'd'}}))"]
     found = {output_of(program, tmp_path, environment(PYTHONHASHSEED=seed)) for seed in ("1", "2", "3")}
     assert len(found) == 1
@@ -433,6 +511,11 @@ def check_different_functions(ring: Ring) -> None:
     check_error(ring, FUNCTIONS["softcap" if ring.rank else "distance"], RingMismatchError, rf"score_mod \({names}")
 
 
+def check_different_numbers(ring: Ring) -> None:
+    message = r"captured by score_mod \(rank 0: cap = 3\.0, rank 1: cap = 50\.0\)"
+    check_error(ring, score_mods.softcap(50.0 if ring.rank else 3.0), RingMismatchError, message)
+
+
 def check_one_that_fails(ring: Ring) -> None:
     score_mod = score_mods.distance(COORDS[:, : LENGTH if ring.rank else 0], SLOPES)
     own = ValueError, "failed with IndexError"
@@ -440,6 +523,6 @@ def check_one_that_fails(ring: Ring) -> None:
     check_error(ring, score_mod, *(reported if ring.rank else own))
 
 
-@pytest.mark.parametrize("check", [check_different_functions, check_one_that_fails])
+@pytest.mark.parametrize("check", [check_different_functions, check_different_numbers, check_one_that_fails])
 def test_errors_of_one_rank_are_reported_on_all(pair: World, check: Any) -> None:
     pair.run(on_ring, check)
