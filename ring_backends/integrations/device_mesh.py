@@ -41,6 +41,7 @@ from ring_backends.joining import as_timedelta, check_options
 from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.registry import create_attention, load_adapter
 from ring_backends.ring.ring import Ring
+from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.torch_internals import internal
 
@@ -74,6 +75,21 @@ class Axis:
     ring: Ring
     seq_len: int | None = None
     buffers: list[Tensor] = field(default_factory=list)
+
+    def length(self, of_call: int | None = None) -> int | None:
+        """The length of the whole sequence, for a call that gives this length. None on a ring of one may mean local.
+
+        Raises:
+            ValueError: nothing says whether the call's rows are a shard or the whole sequence.
+        """
+        found = self.seq_len if of_call is None else of_call
+        if found is None and self.ring.size > 1:
+            raise ValueError(
+                "seq_len is not given, and no context_parallel is open, so the rows may be the whole sequence or this "
+                "rank's shard of it: call the model inside context_parallel(mesh, buffers=…, buffer_seq_dims=…), which "
+                "shards them, or inside context_parallel(mesh, seq_len=…) if they are sharded already."
+            )
+        return found
 
     def check_buffers(self) -> None:
         """Check that DistributedDataParallel has not replaced the rows of this rank by those of rank 0.
@@ -165,12 +181,14 @@ def context_parallel(
     buffers: Sequence[Tensor] | None = None,
     buffer_seq_dims: Sequence[int] | None = None,
     no_restore_buffers: Collection[Tensor] | None = None,
+    seq_len: int | None = None,
 ) -> Iterator[None]:
     """Shard tensors in place over a mesh axis, and restore them at the end.
 
-    The arguments are those of ``torch.distributed.tensor.experimental.context_parallel``. Inside the context each
-    buffer holds this rank's rows, as ``ring_of(mesh).shard`` cuts them, and the modules on the axis know the length of
-    the whole sequence. The sequence may have any length. Every rank of the axis enters with the same whole tensors.
+    The arguments are those of ``torch.distributed.tensor.experimental.context_parallel``, and ``seq_len``. Inside the
+    context each buffer holds this rank's rows, as ``ring_of(mesh).shard`` cuts them, and the modules on the axis know
+    the length of the whole sequence. The sequence may have any length. Every rank of the axis enters with the same
+    whole tensors. Outside of a context, a module on a ring of several ranks raises an error.
 
     Call ``backward`` inside the context. Outside of it, autograd raises an error, since the buffers are whole again.
 
@@ -183,15 +201,17 @@ def context_parallel(
     Args:
         mesh: one axis of a DeviceMesh, on which a :class:`RingDilated` has been applied.
         buffers: tensors that hold the whole sequence, such as tokens, labels, masks and rotary tables, of any shapes
-            and dtypes. With None, the context does nothing.
+            and dtypes. With None and without ``seq_len``, the context does nothing.
         buffer_seq_dims: the sequence dimension of each buffer.
         no_restore_buffers: buffers that keep this rank's rows at the end.
+        seq_len: length of the whole sequence, for rows that are sharded already and not buffers. None means the length
+            of the buffers.
 
     Raises:
         TypeError: ``mesh`` is not a DeviceMesh, or an argument is not a list of plain tensors or dimensions.
         ValueError: no style has been applied on the axis; a buffer is a Parameter, requires a gradient, or is given
-            twice; the buffers differ in length, or in number from ``buffer_seq_dims``; ``no_restore_buffers`` has a
-            tensor that is not in ``buffers``; or a context of this axis is open.
+            twice; the buffers differ in length, from ``seq_len``, or in number from ``buffer_seq_dims``;
+            ``no_restore_buffers`` has a tensor that is not in ``buffers``; or a context of this axis is open.
         RuntimeError: from a call of attention: DistributedDataParallel has overwritten a buffer.
     """
     axis = _axis_of(mesh)
@@ -200,18 +220,25 @@ def context_parallel(
         kept = {id(buffer) for buffer in no_restore_buffers or ()}
         if not kept <= {id(buffer) for buffer in buffers}:
             raise ValueError("no_restore_buffers has a tensor that is not in buffers: give only buffers.")
-        if buffers and axis.seq_len is not None:
+        if seq_len is not None:
+            check_integer("seq_len", seq_len, 1)
+        if buffers:
+            length = buffers[0].shape[dims[0]]
+            if seq_len not in (None, length):
+                raise ValueError(f"seq_len = {seq_len}: the buffers have the length {length}; leave seq_len out.")
+            seq_len = length
+        if seq_len is not None and axis.seq_len is not None:
             raise ValueError(
                 "mesh: a context_parallel of this axis is open: one sequence is sharded at a time; give all buffers to "
                 "one context."
             )
-    if not buffers:
+    if seq_len is None:
         yield
         return
     with torch.no_grad():
         shards = [axis.ring.shard(buffer, dim) for buffer, dim in zip(buffers, dims, strict=True)]
     wholes = [None if id(buffer) in kept else buffer.data for buffer in buffers]
-    axis.seq_len, axis.buffers = buffers[0].shape[dims[0]], buffers
+    axis.seq_len, axis.buffers = seq_len, buffers
     try:
         for buffer, shard in zip(buffers, shards, strict=True):
             buffer.data = shard
@@ -513,7 +540,8 @@ class InnerAttentionOnRing(_OnRing):
             is_causal = call.causal(given.pop("is_causal", None))
             passed_on = {name: given.pop(name, None) for name in _PASSED_ON}
             _refuse(given)
-        out = attention(query, key, value, is_causal=is_causal, seq_len=call.axis.seq_len, **passed_on)
+            seq_len = call.axis.length()
+        out = attention(query, key, value, is_causal=is_causal, seq_len=seq_len, **passed_on)
         return cast(Tensor, out.transpose(1, call.seq_dim))
 
 
@@ -563,10 +591,11 @@ class MultiheadAttentionOnRing(_OnRing, nn.MultiheadAttention):
             _refuse({"need_weights": need_weights, "attn_mask": attn_mask})
             is_causal = call.causal(is_causal)
             ignored = None if key_padding_mask is None else _as_bool(key_padding_mask)
+            seq_len = call.axis.length()
         rows = [tensor.transpose(seq_dim, 1) for tensor in (query, key, value)]
         projected = [F.linear(*each) for each in zip(rows, *self._weights(), strict=True)]
         heads = [tensor.unflatten(2, (self.num_heads, self.head_dim)) for tensor in projected]
-        out = attention(*heads, is_causal=is_causal, seq_len=call.axis.seq_len, key_padding_mask=ignored)
+        out = attention(*heads, is_causal=is_causal, seq_len=seq_len, key_padding_mask=ignored)
         return self.out_proj(out.flatten(2)).transpose(seq_dim, 1), None
 
     def _weights(self) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -591,7 +620,9 @@ def _prepare_call(axis: Axis, module: nn.Module, args: tuple[Any, ...], kwargs: 
     """A forward pre-hook: checks the buffers, and adds ``seq_len`` unless the call gives it."""
     with axis.ring.report_refusals():
         axis.check_buffers()
-    return args, kwargs if kwargs.get("seq_len") is not None else {**kwargs, "seq_len": axis.seq_len}
+        if kwargs.get("cache") is not None and axis.seq_len is None:  # a step of decoding has no seq_len
+            return args, kwargs
+        return args, {**kwargs, "seq_len": axis.length(kwargs.get("seq_len"))}
 
 
 def _check_tensors(query: object, key: object, value: object, order: str, *, dims: int, seq_dim: int) -> None:

@@ -270,15 +270,15 @@ def _captured(function: Any) -> dict[str, object]:
 
 def _owner_and_code(function: Any) -> tuple[Any, FunctionType | None]:
     """The object whose attributes a function may read, None for a plain function, and the function that runs."""
+    owner: Any
+    own: Any
     if inspect.ismethod(function):
         owner, own = function.__self__, function.__func__
     elif inspect.isfunction(function):
         owner, own = None, function
     else:
-        owner, own = (
-            function,
-            getattr(type(function), "forward" if isinstance(function, nn.Module) else "__call__", None),
-        )
+        name = "forward" if isinstance(function, nn.Module) else "__call__"
+        owner, own = function, getattr(type(function), name, None)
     return owner, own if inspect.isfunction(own) else None
 
 

@@ -167,6 +167,21 @@ def test_attention_of_this_package(two: World, kind: str, copied: bool) -> None:
     assert_equal(two.run(own_here, kind, copied), alone(module, tensors, is_causal=True, **PADDING))
 
 
+def sharded_before_here(seq_len: int) -> list[Tensor]:
+    attention = put(InnerAttention(), RingDilated(*PATTERN, layout="zigzag"))
+    ring = ring_of(mesh_of((1, 2))["ring"])
+    *rows, grad_out = (ring.shard(x, dim=2).requires_grad_() for x in make_tensors(num_kv_heads=HEADS))
+    with context_parallel(mesh_of((1, 2))["ring"], seq_len=seq_len):
+        out = attention(*rows)
+    return [ring.unshard(x, dim=2, seq_len=seq_len).detach() for x in (out, *grad(out, rows, grad_out))]
+
+
+def test_rows_that_are_sharded_already(two: World) -> None:
+    tensors = [x.transpose(1, 2) for x in make_tensors(num_kv_heads=HEADS)]
+    expected = alone(dilated_attention, tensors, *PATTERN, is_causal=True)
+    assert_equal(two.run(sharded_before_here, N), [x.transpose(1, 2) for x in expected])
+
+
 def copies_here() -> list[Tensor]:
     """Logits of a converted model, of a deep copy, with activation checkpointing, and with parameters that a plain
     model loads.

@@ -190,8 +190,9 @@ def test_an_error_on_one_rank_reaches_the_other() -> None:
     """Only rank 0 passes a mask."""
     attention = put(InnerAttention(), RingDilated(*FULL, timeout=timedelta(seconds=60)))
     rank = mesh_of((1, 2)).get_rank()
-    with pytest.raises(RingMismatchError if rank else ValueError, match="attn_mask is given"):
-        attention(row(), row(), row(), attn_mask=None if rank else torch.ones(N, N))
+    refused = pytest.raises(RingMismatchError if rank else ValueError, match="attn_mask is given")
+    with context_parallel(ring_mesh(), seq_len=N), refused:
+        attention(*[row(n=N // 2 + 1 - rank)] * 3, attn_mask=None if rank else torch.ones(N, N))
 
 
 def entering(buffers: Any, dims: Any, axis: str = "ring", **options: Any) -> Ended:
@@ -201,6 +202,25 @@ def entering(buffers: Any, dims: Any, axis: str = "ring", **options: Any) -> End
 
 def ring_mesh() -> DeviceMesh:
     return mesh_of((1, 2))["ring"]
+
+
+OUTSIDE = "seq_len is not given, and no context_parallel is open"
+
+
+def calls_outside_here() -> dict[str, Ended]:
+    """An evaluation on whole tensors, for example. A step of decoding needs no length."""
+    x = torch.ones(2, N, 8)
+    inner, multihead = put(InnerAttention(), RingDilated(*FULL)), nn.MultiheadAttention(8, 2, batch_first=True)
+    attention, own = put(dilated(), RingDilated()), RingDilatedMultiheadAttention(8, 2, dilated())
+    own = put(own, RingDilated())
+    heads = x.unflatten(2, (2, 4))
+    return {
+        OUTSIDE: ending(inner, row(), row(), row()),
+        f"{OUTSIDE}, so the rows may": ending(put(multihead, RingDilated(*FULL)), x, x, x, need_weights=False),
+        f"{OUTSIDE}, so the rows may be": ending(attention, heads, heads, heads),
+        f"{OUTSIDE}, so the rows may be the whole": ending(own, x),
+        "": ending(own, x[:, :1], cache=own.attention.new_cache(), is_causal=True),
+    }
 
 
 def contexts_here() -> dict[str, Ended]:
@@ -241,6 +261,8 @@ def contexts_here() -> dict[str, Ended]:
         "buffers[0] requires a gradient": entering([weight], [0]),
         "no_restore_buffers has a tensor that is not in buffers": entering([ones], [1], no_restore_buffers={weight}),
         "a context_parallel of this axis is open": ending(open_twice),
+        "seq_len = 44: the buffers have the length 45": entering([ones], [1], seq_len=N - 1),
+        "seq_len = 0": entering(None, None, seq_len=0),
         "modified by an inplace operation": ending(backward_outside),
         "DistributedDataParallel has copied rank 0's rows of a buffer": ending(broadcast_by_ddp),
     }
@@ -248,7 +270,8 @@ def contexts_here() -> dict[str, Ended]:
 
 @THOROUGH
 @pytest.mark.parametrize(
-    "calls_by_message", [own_modules_here, meshes_here, calls_here, multihead_calls_here, contexts_here]
+    "calls_by_message",
+    [own_modules_here, meshes_here, calls_here, calls_outside_here, multihead_calls_here, contexts_here],
 )
 @on_every_rank
 def test_every_rank_raises(calls_by_message: Callable[[], dict[str, Ended]]) -> None:
