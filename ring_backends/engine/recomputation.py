@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from ring_backends.engine.inputs import AttentionInputs
-from ring_backends.torch_internals import has_values, in_dispatch_mode, without_dispatch_modes
+from ring_backends.engine.inputs import TENSORS, AttentionInputs
+from ring_backends.torch_internals import has_values, in_dispatch_mode, internal, without_dispatch_modes
 
 Forward = Callable[[AttentionInputs], "tuple[Tensor, Tensor, int]"]
 """Computes one call. Returns out, LSE, and the number of the call in its ring."""
@@ -31,6 +31,9 @@ def attend_as_operator(forward: Forward, inputs: AttentionInputs) -> tuple[Tenso
 
     Returns:
         out, LSE, the call's number, and the inputs. Number and dropout seed are those of the forward that computed out.
+
+    Raises:
+        RuntimeError: a tensor of the call has been changed in place since that forward.
     """
     if not in_dispatch_mode() or not has_values(inputs.query):  # no policy is active
         return *forward(inputs), inputs
@@ -43,17 +46,33 @@ def attend_as_operator(forward: Forward, inputs: AttentionInputs) -> tuple[Tenso
         out, lse, numbers = _operator(inputs.tensors, number)
     finally:
         del _forwards[number]
+    call_number, seed, *versions = numbers.tolist()
+    changed = [name for name, *pair in zip(TENSORS, versions, _versions(inputs), strict=True) if pair[0] != pair[1]]
+    if changed:
+        raise RuntimeError(
+            f"{' and '.join(changed)} of an attention has been changed in place since the forward of a checkpointed "
+            "region, which keeps the result of the attention, so the gradient would be that of neither: give the "
+            "region a clone() of it, or change it after the backward."
+        )
     if inputs.dropout_seed is not None:
-        inputs = replace(inputs, dropout_seed=numbers[1:])
-    return out, lse, int(numbers[0]), inputs
+        inputs = replace(inputs, dropout_seed=torch.tensor([seed]))
+    return out, lse, call_number, inputs
+
+
+def _versions(inputs: AttentionInputs) -> list[int]:
+    """How often each tensor of a call has been changed in place. Autograd counts this."""
+    return [
+        -1 if x is None or x.is_inference() else internal(x, "_version", "noticing a change of a tensor")
+        for x in inputs.tensors
+    ]
 
 
 def _attend(tensors: Sequence[Tensor | None], number: int) -> tuple[Tensor, Tensor, Tensor]:
     forward, inputs = _forwards[number]
     out, lse, call_number = forward(AttentionInputs.of(tensors, inputs.options))
-    # Number and seed are part of the result, since a backward needs those of the forward that computed out.
+    # These numbers are part of the result, since a backward needs those of the forward that computed out.
     seed = 0 if inputs.dropout_seed is None else int(inputs.dropout_seed)
-    return out, lse, torch.tensor([call_number, seed], dtype=torch.int64, device="cpu")
+    return out, lse, torch.tensor([call_number, seed, *_versions(inputs)], dtype=torch.int64, device="cpu")
 
 
 # The operator has no autograd formula, since the autograd.Function around it has the backward.

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from ring_backends.kernels.constants import constant
 from ring_backends.kernels.dtype import without_autocast
 from ring_backends.kernels.merge import statistics_dtype
-from ring_backends.torch_internals import internal
+from ring_backends.torch_internals import has_values, in_dispatch_mode, internal, without_dispatch_modes
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(score, batch, head, q_idx, kv_idx) -> score."""
@@ -197,7 +197,13 @@ def check_score_mod(function: object, query: Tensor, seq_len: int, *, needs_grad
     if not callable(function):
         raise TypeError(f"score_mod = {function!r}: expected a function (score, batch, head, q_idx, kv_idx), or None.")
     name = _name(function)
+    # A policy of activation checkpointing sees the operators of the call alone, which a recomputation repeats.
+    modes = without_dispatch_modes() if in_dispatch_mode() and has_values(query) else contextlib.nullcontext()
+    with modes:
+        _check_by_calls(function, name, query, seq_len, needs_gradients)
 
+
+def _check_by_calls(function: ScoreMod, name: str, query: Tensor, seq_len: int, needs_gradients: bool) -> None:
     def call(*pair: Tensor) -> Any:
         found = function(*pair)
         _check_result(found)

@@ -63,7 +63,7 @@ def test_the_kept_tensors_are_out_and_lse() -> None:
     stored = forward.storage[attention_operators()[0]]  # private: a list until torch 2.12, later a dict
     wrapped = itertools.chain(*(stored.values() if isinstance(stored, dict) else stored))
     kept = [(tensor.val.dtype, tuple(tensor.val.shape)) for tensor in wrapped]
-    of_call = [(torch.bfloat16, (1, 64, 4, 8)), (torch.float32, (1, 64, 4)), (torch.int64, (2,))]
+    of_call = [(torch.bfloat16, (1, 64, 4, 8)), (torch.float32, (1, 64, 4)), (torch.int64, (9,))]
     assert kept == 2 * of_call
 
 
@@ -72,6 +72,38 @@ def test_remembered_tensors_belong_to_one_call() -> None:
     remembering(*inputs())
     with pytest.raises(RuntimeError, match=r"called a second time.*checkpoint\(remember_attention\(block\), x\)"):
         remembering(*inputs())
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", ["key_padding_mask", "document_ids", "sinks", "key"])
+def test_a_tensor_that_changes_before_the_backward_is_refused(name: str, use_reentrant: bool) -> None:
+    """As without checkpointing. The kept result is that of the tensor before the change."""
+    query, key, value = inputs()
+    tensors: dict[str, Any] = {
+        "key_padding_mask": torch.zeros(1, 64, dtype=torch.bool),
+        "sinks": torch.zeros(4).double(),
+    }
+    if name != "key_padding_mask":
+        tensors["document_ids"] = torch.zeros(1, 64, dtype=torch.int64)
+    changed = tensors.get(name, key)
+    for keeps in (False, True):
+
+        def region(query: Tensor) -> Tensor:
+            return dilated_attention_with(query, key, value, tensors).sin()
+
+        if keeps and use_reentrant:
+            out = checkpoint(remember_attention(region), query, use_reentrant=True)
+        else:
+            out = checkpoint(region, query, use_reentrant=False, context_fn=keep_attention) if keeps else region(query)
+        with torch.no_grad():
+            changed[..., :3] = 1
+        message = f"{name} of an attention has been changed in place" if keeps else "modified by an inplace operation"
+        with pytest.raises(RuntimeError, match=message):
+            out.sum().backward()
+
+
+def dilated_attention_with(query: Tensor, key: Tensor, value: Tensor, tensors: Any) -> Any:
+    return native.RingDilatedAttention(*BRANCHES)(query, key, value, **tensors)
 
 
 def test_flop_counters_count_operations_inside() -> None:

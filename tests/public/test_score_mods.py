@@ -25,6 +25,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ring_backends import DilatedPattern, Ring, RingMismatchError, dilated_attention, score_mods
+from ring_backends.activation_checkpointing import remember_attention
 from ring_backends.adapters import native
 from ring_backends.engine.backward import backward
 from ring_backends.engine.call import check_call
@@ -293,14 +294,16 @@ def test_what_a_function_reads_must_stay_until_the_backward(change: Any, is_nest
 
 @pytest.mark.parametrize("name", ["softcap", "alibi", "square"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(name: str, use_reentrant: bool) -> None:
+@pytest.mark.parametrize("remembers", [False, True])
+def test_activation_checkpointing(name: str, use_reentrant: bool, remembers: bool) -> None:
     score_mod = FUNCTIONS.get(name, lambda score, b, h, q, k: score * score)
 
     def block(*rows: Tensor) -> Any:
         return attend(score_mod, [x * 2 for x in rows]).sin()
 
     results = []
-    for checkpointed in (block, functools.partial(checkpoint, block, use_reentrant=use_reentrant)):
+    region = remember_attention(block) if remembers else block
+    for checkpointed in (block, functools.partial(checkpoint, region, use_reentrant=use_reentrant)):
         *rows, grad = make()
         out = checkpointed(*(x.requires_grad_() for x in rows))
         out.backward(grad)  # torch.autograd.grad does not run with a reentrant checkpoint
