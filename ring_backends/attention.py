@@ -336,7 +336,7 @@ class RingDilatedAttention(nn.Module, ABC):
             self._check_cache(cache)
             settings = cache, self.pattern, self.scale, self.kernel
             step = check_step(query, key, value, key_padding_mask, sinks, score_mod, *settings)
-        out, lse = step.exchange(*step.local_result(), configuration_of(step, self._module_number))
+        out, lse = step.result(configuration_of(step, self._module_number))
         if sinks is not None:
             merge_zero_value_(out, lse, sinks[:, None])
         cache.append(step.key.transpose(1, 2), step.value.transpose(1, 2), step.ignored)

@@ -6,6 +6,7 @@ ranks then combine the sums of their exponentiated scores.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -79,9 +80,9 @@ def attention_weights(
     layout = call.layout
     with ring.report_refusals():
         chosen = _check_positions(positions, layout.seq_len)
-    gather = _agree_on_gather(attention, call, inputs, chosen)
+    begun, gather = _agree_on_gather(attention, call, inputs, chosen)
     dtype, here = statistics_dtype(inputs.query.dtype), layout.positions(ring.rank)
-    with without_autocast(query.device):
+    with begun, without_autocast(query.device):
         rows = gather(_rows_here(inputs.query.to(dtype), here, chosen)).sum(0)
         grouped = rows.unflatten(2, (inputs.key.shape[2], -1))
         scores = torch.einsum("bmkgd,bnkd->bkgmn", grouped, inputs.key.to(dtype)).flatten(1, 2) * call.scale
@@ -106,16 +107,21 @@ def attention_weights(
 
 def _agree_on_gather(
     attention: RingDilatedAttention, call: AttentionCall, inputs: AttentionInputs, chosen: Tensor
-) -> Callable[[Tensor], Tensor]:
-    """Agree on this call with the other ranks, and return a function that stacks all ranks' tensors [ring size, …]."""
+) -> tuple[contextlib.AbstractContextManager[None], Callable[[Tensor], Tensor]]:
+    """Agree on this call with the other ranks.
+
+    Returns:
+        A context manager that reports an error of this rank to the others, and a function that stacks all ranks'
+        tensors [ring size, …].
+    """
     ring, agreement = attention.ring, attention.ring.agreement
     if agreement is None:
-        return lambda tensor: tensor.unsqueeze(0)
+        return contextlib.nullcontext(), lambda tensor: tensor.unsqueeze(0)
     agreed = call.configuration(inputs, attention._module_number, needs_gradients=False).fields
     configuration = Configuration({**agreed, "positions": chosen.tolist()})
     begun = agreement.begin(configuration, direction="attention_weights", check_again=True)
     indices = itertools.count()
-    return lambda tensor: ring.all_gather(begun, tensor, next(indices))
+    return agreement.report_errors(begun), lambda tensor: ring.all_gather(begun, tensor, next(indices))
 
 
 def draw_pattern(

@@ -173,17 +173,19 @@ class Step:
                     out, lse = (x.unflatten(0, (-1, block.repeats)) for x in (out, lse))
                 merge_(into_out, into_lse, out, lse)
 
-    def exchange(self, out: Tensor, lse: Tensor, configuration: Configuration) -> tuple[Tensor, Tensor]:
-        """Merge the results of all ranks. They are the same on every rank afterwards, bit by bit.
+    def result(self, configuration: Configuration) -> tuple[Tensor, Tensor]:
+        """The merged results of all ranks. They are the same on every rank, bit by bit.
 
         Raises:
             RingMismatchError, RingPeerError: the ranks' steps differ, or a rank is gone.
         """
         ring = self.cache.ring
         if ring.agreement is None:
-            return out, lse
+            return self.local_result()
         call = ring.agreement.begin(configuration)
-        marks = self._marks().to(out.dtype)
+        with ring.agreement.report_errors(call):
+            out, lse = self.local_result()
+            marks = self._marks().to(out.dtype)
         mine = torch.cat([out.transpose(1, 2).flatten(2), lse.transpose(1, 2), marks], -1)  # [batch, new tokens, …]
         width = max(1, MAX_EXCHANGED_BYTES // (ring.size * mine[:, :1].nbytes))
         heads, value_dim = out.shape[1], out.shape[3]

@@ -72,6 +72,8 @@ class PairScores:
 
         The function may change ``scores``, if they need no gradient.
         """
+        if not scores.numel():  # torch.vmap needs a pair
+            return scores
         # Within another function, the score could be in use elsewhere, so the variant is not the function itself.
         variants = _variants_of(self.function)
         own = self.function if variants is None or torch.is_grad_enabled() else variants.in_place

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +15,10 @@ from hypothesis import given, settings
 from native_ranks import ADAPTER, assert_near, on_ring
 from torch import Tensor
 
-from ring_backends import DilatedPattern, Ring, RingMismatchError
+from ring_backends import DilatedPattern, Ring, RingMismatchError, RingPeerError
 from ring_backends.adapters import native
 from ring_backends.testing.calls import expected, new_attention
+from ring_backends.testing.failing_calls import AT_ONCE, Ended, ending
 from ring_backends.testing.marks import THOROUGH
 from ring_backends.testing.reference import reference_counts
 from ring_backends.testing.strategies import AttentionCase, attention_cases
@@ -65,8 +69,8 @@ def test_weights_of_equal_scores_are_counts(case: AttentionCase) -> None:
     assert_near(weights[0], counts / counts.sum(2, keepdim=True).clamp(min=1), 1e-12)
 
 
-def whole_weights(ring: Ring, case: AttentionCase) -> Tensor:
-    return ring.unshard(weights_of(ring, case), dim=3, seq_len=case.seq_len)
+def whole_weights(ring: Ring, case: AttentionCase, positions: Any = CHOSEN) -> Tensor:
+    return ring.unshard(weights_of(ring, case, positions), dim=3, seq_len=case.seq_len)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -84,6 +88,37 @@ def whole_weights(ring: Ring, case: AttentionCase) -> Tensor:
 def test_weights_on_a_ring(pair: World, case: AttentionCase, layout: str) -> None:
     for whole in pair.run(on_ring, whole_weights, case, layout=layout):
         check(whole, case, CHOSEN)
+
+
+SHORT = replace(CASE, seq_len=1, segment_lengths=(8, 1), score_mod="distance")
+
+
+@pytest.mark.parametrize(("case", "positions"), [(SHORT, (0,)), (SHORT, ()), (CASE, ())], ids=str)
+def test_no_rows_and_no_positions(pair: World, case: AttentionCase, positions: Any) -> None:
+    """A sequence of one token, of which rank 1 has no rows, with a function of positions; and no chosen query."""
+    case = replace(case, score_mod="distance")
+    for whole in pair.run(on_ring, whole_weights, case, positions):
+        check(whole, case, positions)
+
+
+def errors_here() -> list[Ended]:
+    """Rank 0 runs out of memory in a call of attention_weights, and then in a step of decoding."""
+    ended = []
+    for place in ("ring_backends.weights._counts", "ring_backends.engine.decoding.Step.local_result"):
+        module = native.RingDilatedAttention([8], [1], ring=native.initialize())
+        x, cache = torch.ones(1, 1, 2, 4), module.new_cache()
+        failing = mock.patch(place, side_effect=MemoryError("no memory"))
+        with failing if module.ring.rank == 0 else contextlib.nullcontext():
+            call = partial(module.decode, x, x, x, cache) if ended else partial(attention_weights, module, x, x, [0])
+            ended.append(ending(call))
+    return ended
+
+
+def test_an_error_of_one_rank_reaches_the_other() -> None:
+    with World(2) as ranks:
+        for own, other in zip(*ranks.run(errors_here), strict=True):
+            own.check(MemoryError)
+            other.check(RingPeerError, "MemoryError: no memory", within=AT_ONCE)
 
 
 def check_different_positions(ring: Ring) -> None:
