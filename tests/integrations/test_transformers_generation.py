@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from native_ranks import on_ring
+from native_ranks import assert_near, on_ring
 from small_models import VOCABULARY, build, transformers
 from torch import Tensor
 
@@ -151,6 +151,52 @@ def test_models_that_are_refused() -> None:
         generate(model, ring, input_ids.float())
     with pytest.raises(ValueError, match=r"model is in training mode: .* call model.eval\(\)"):
         generate(model.train(), ring, input_ids)
+
+
+def continued(model: Any, ring: Ring | None, input_ids: Tensor, **options: Any) -> Any:
+    """A text that is generated on a ring, or on one device without one."""
+    options["do_sample"] = False
+    return model.generate(input_ids, **options) if ring is None else generate(model, ring, input_ids, **options)
+
+
+class Judge(transformers.LogitsProcessor):  # type: ignore[misc]
+    """Avoids what a model says about the whole text: its logits, or the next token that it generates."""
+
+    def __init__(self, model: Any, ring: Ring | None, way: str) -> None:
+        self.model, self.ring, self.way = model, ring, way
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.way == "generate":
+            text = continued(self.model, self.ring, input_ids, max_new_tokens=1)
+            return scores.scatter_add(1, text[:, -1:], torch.full_like(scores[:, :1], -9.0))
+        logits = self.model(input_ids=input_ids, use_cache=False).logits
+        whole = logits if self.ring is None else self.ring.unshard(logits, seq_len=input_ids.shape[1])
+        return scores - 2 * whole[:, -1]
+
+
+def judged(ring: Ring | None, way: str, own: bool) -> Tensor:
+    """The scores of a text with a judge, which is the model itself (``own``) or another one on the same ring."""
+    models = [make_model(kind, "sdpa") for kind in ("llama", "qwen3")]
+    for model in models if ring is not None else ():
+        use_ring(model, ring)
+    judge = Judge(models[0 if own else 1], ring, way)
+    options = {"logits_processor": [judge], "return_dict_in_generate": True, "output_scores": True}
+    return torch.stack(continued(models[0], ring, prompts()[0], max_length=21 + NEW, **options).scores)
+
+
+@pytest.mark.parametrize("way", ["logits", "generate"])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_judge_on_the_same_ring(way: str, own: bool) -> None:
+    """Calls without the caches of a generation compute what they compute outside of it."""
+    assert_near(judged(Ring(), way, own), judged(None, way, own), 1e-4)
+
+
+def test_a_model_within_another() -> None:
+    (model, ring), (input_ids, _) = registered(Ring()), prompts()
+    other = make_model("qwen3")
+    model.model.layers[0].register_forward_hook(lambda *_: other(input_ids, use_cache=False))
+    with pytest.raises(ValueError, match="Qwen3Attention is of another model than the one that generates"):
+        generate(model, ring, input_ids, max_new_tokens=2)
 
 
 def generate_differently(ring: Ring, what: str) -> None:

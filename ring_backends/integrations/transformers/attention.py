@@ -58,7 +58,7 @@ _HOW_TO_CALL = {
 """What to do if the layers are called without the arguments of a shard, by ``takes_whole_batches``."""
 
 current_generation: ContextVar[Generation | None] = ContextVar("current_generation", default=None)
-"""The call of :func:`~ring_backends.integrations.transformers.generate` that runs; None at other times."""
+"""The call of :func:`~ring_backends.integrations.transformers.generate` whose caches a running call of a model got."""
 
 
 class Registration:

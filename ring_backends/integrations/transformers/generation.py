@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextvars import Token
 from typing import Any
 
 import torch
@@ -75,8 +76,10 @@ def generate(
     max_new = generation_options.get("max_new_tokens")
     max_len = input_ids.shape[1] + max_new if isinstance(max_new, int) else None
     generation = Generation(inner, ring, max_len)
-    hook = inner.register_forward_pre_hook(generation.before, with_kwargs=True)
-    token = current_generation.set(generation)
+    hooks = [
+        inner.register_forward_pre_hook(generation.before, with_kwargs=True, prepend=True),  # before those of use_ring
+        inner.register_forward_hook(generation.after, with_kwargs=True, always_call=True),
+    ]
     generating: Any = model
     options = {"attention_mask": attention_mask, **generation.cache, **generation_options}
     options["use_cache"] = True  # the model's configuration may say otherwise
@@ -84,8 +87,8 @@ def generate(
         with torch.no_grad():
             return generating.generate(input_ids=input_ids, **options)
     finally:
-        current_generation.reset(token)
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 def _check(model: nn.Module, ring: Ring, input_ids: object, mask: object, options: dict[str, Any]) -> Any:
@@ -127,7 +130,10 @@ def _check(model: nn.Module, ring: Ring, input_ids: object, mask: object, option
 
 
 class Generation:
-    """One call of :func:`generate`: its caches, and the hook that distributes the prompt.
+    """One call of :func:`generate`: its caches, and the hooks of those calls of the model that get them.
+
+    A logits processor may call the same model, or another one on the same ring, between two tokens. Such a call does
+    not get the caches of this generation, and computes what it computes at other times.
 
     Args:
         max_len: as in :meth:`~ring_backends.RingDilatedAttention.new_cache`.
@@ -136,6 +142,7 @@ class Generation:
         caches: the caches of each layer, by its ``layer_idx``. A layer may call the attention several times in one call
             of the model. Each of these calls has a cache of its own.
         cache: the model's argument that tells transformers of the caches, by its name.
+        layers: the model and all modules in it.
         is_padded: whether the prompt has padding.
         seq_len: the length of the prompt, while the model gets this rank's rows of it. None while the model gets new
             tokens, the same on every rank.
@@ -147,8 +154,14 @@ class Generation:
         # transformers 5.24 has renamed the argument.
         name = "cache" if "cache" in inspect.signature(inner.forward).parameters else "past_key_values"
         self.cache = {name: _RingCache(layers=[_RingLayer(caches) for caches in self.caches])}
+        self.layers = frozenset(inner.modules())
         self.is_padded = False
         self.seq_len: int | None = None
+        self._tokens: list[Token[Generation | None]] = []
+
+    def _is_given(self, arguments: dict[str, Any]) -> bool:
+        """Whether a call of the model gets these caches."""
+        return all(arguments.get(name) is cache for name, cache in self.cache.items())
 
     def _begin(self) -> None:
         """Begin a call of the model."""
@@ -163,6 +176,11 @@ class Generation:
         options: dict[str, Any],
     ) -> Any:
         """out of one layer; ``tensors`` are query, key and value, [batch, seq, heads, …]."""
+        if layer not in self.layers:
+            raise ValueError(
+                f"{type(layer).__name__} is of another model than the one that generates, which has called it: call "
+                "other models between two tokens, as a logits processor does."
+            )
         index: Any = getattr(layer, "layer_idx", None)
         if index is None or index >= len(self.caches):
             raise ValueError(f"{type(layer).__name__} has layer_idx = {index}: expected 0 … {len(self.caches) - 1}.")
@@ -178,6 +196,9 @@ class Generation:
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute all tokens of the prompt but the last on all ranks. The model then gets the last, on every rank."""
+        if not self._is_given(kwargs):
+            return args, kwargs
+        self._tokens.append(current_generation.set(self))
         if self.seq_len is not None:  # base_model of a model without a head is the model itself
             return args, kwargs
         input_ids: Any = kwargs.get("input_ids")
@@ -208,6 +229,11 @@ class Generation:
         if kwargs.get("cache_position") is not None:
             last["cache_position"] = kwargs["cache_position"][length:]
         return args, {**kwargs, **last}
+
+    def after(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        """End a call of the model that got these caches."""
+        if self._is_given(kwargs):
+            current_generation.reset(self._tokens.pop())
 
     def _check(self, input_ids: object, kwargs: dict[str, Any], num_cached: int) -> None:
         """Check that the loop passes only what follows the tokens in the caches."""

@@ -281,7 +281,7 @@ class ShardedForward:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Cut a whole batch into this rank's rows."""
         self.end()
-        if current_generation.get() is not None:  # generate() cuts the prompt itself
+        if current_generation.get() is not None:  # the call is one of generate(), which cuts the prompt itself
             return args, kwargs
         names = [*inspect.signature(self.inner.forward).parameters]  # train() may put Liger's forward in its place
         by_place = names
