@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.integrations import torchscale
-from ring_backends.integrations.describe import agree_on_parameters
+from ring_backends.integrations.parameters import agree_on_parameters
 from ring_backends.integrations.torchscale import Sequences, kept_columns, other_release
 from ring_backends.plotting import check_plot
 from ring_backends.ring.pooling import sum_of_ranks

@@ -25,9 +25,10 @@ from torch import Tensor, nn
 
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.errors import AdapterUnavailableError, RingMismatchError
-from ring_backends.integrations.describe import agree_on_parameters, describe
+from ring_backends.integrations.parameters import agree_on_parameters
 from ring_backends.longnet import LongNet
 from ring_backends.ring.collectives import agree
+from ring_backends.ring.describe import describe
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.pattern import DilatedPattern
 
@@ -597,8 +598,8 @@ def same_call(
     in_training = any(module.training for module in encoder.modules())
     before = torch.get_rng_state()
     own_seed = int(torch.randint(2**53, ())) if in_training else 0
-    fields = {name: describe(value) for name, value in arguments.items()}
-    of_ranks = agree(ring, what, {**fields, "training mode": in_training}, [own_seed, *numbers])
+    fields = {**describe(arguments), "training mode": in_training}
+    of_ranks = agree(ring, what, fields, [own_seed, *numbers])
     seed = int(of_ranks[0][0]) + ring.data_rank
     with _seeded(seed, device, before) if in_training else contextlib.nullcontext():
         yield [of_rank[1 : 1 + len(numbers)] for of_rank in of_ranks]

@@ -272,7 +272,7 @@ def _captured(function: Any) -> dict[str, object]:
     if own is not None:
         known = own.__globals__
         found |= {name: known[name] for name in _globals_of(own.__code__) if name in known}
-        found |= _defaults_of(own) | _closure_of(own)
+        found |= _defaults_of(own) | closure_of(own)
     return found
 
 
@@ -391,7 +391,7 @@ def check_unchanged(function: ScoreMod, before: Mapping[str, tuple[object, int]]
             )
 
 
-def _closure_of(function: Any) -> dict[str, object]:
+def closure_of(function: Any) -> dict[str, Any]:
     """The variables of a function's closure that have a value."""
     found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -442,7 +442,7 @@ def _codes(function: Any, depth: int = 4) -> Iterator[str]:
             inner = getattr(type(inner), "forward" if isinstance(inner, nn.Module) else "__call__", None)
         code = getattr(inner, "__code__", None)
         yield _name(function) if code is None else _text(code)
-        held = tuple(_closure_of(inner).values()) if inspect.isfunction(inner) and depth else ()
+        held = tuple(closure_of(inner).values()) if inspect.isfunction(inner) and depth else ()
     for other in held:
         if callable(other) and depth:
             yield from _codes(other, depth - 1)

@@ -16,9 +16,9 @@ from trainer_cases import make_model
 
 from ring_backends.adapters import native
 from ring_backends.errors import RingMismatchError
-from ring_backends.integrations.describe import checksum
 from ring_backends.integrations.transformers import whole_batches
 from ring_backends.integrations.transformers.whole_batches import ComparedBatches, use_ring
+from ring_backends.ring.describe import checksum
 from ring_backends.testing.failing_calls import AT_ONCE, Ended, ending
 from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.world import World

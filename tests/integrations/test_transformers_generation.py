@@ -184,11 +184,52 @@ def judged(ring: Ring | None, way: str, own: bool) -> Tensor:
     return torch.stack(continued(models[0], ring, prompts()[0], max_length=21 + NEW, **options).scores)
 
 
-@pytest.mark.parametrize("way", ["logits", "generate"])
 @pytest.mark.parametrize("own", [False, True])
-def test_a_judge_on_the_same_ring(way: str, own: bool) -> None:
+@pytest.mark.parametrize("way", matrix_but("logits", of=("logits", "generate")))
+def test_a_judge_on_the_same_ring(pair: World, way: str, own: bool) -> None:
     """Calls without the caches of a generation compute what they compute outside of it."""
-    assert_near(judged(Ring(), way, own), judged(None, way, own), 1e-4)
+    wanted = judged(None, way, own)
+    for found in [judged(Ring(), way, own), *pair.run(on_ring, judged, way, own)]:
+        assert_near(found, wanted, 1e-4)
+
+
+def with_classes_of_transformers(ring: Ring | None, difference: float = 0.0) -> Tensor:
+    """A text with objects and functions of every kind, one of which reads a number that may differ between ranks."""
+    table = torch.zeros(5000)
+    table[2500] = difference * (0 if ring is None else ring.rank)
+    options: dict[str, Any] = {
+        "logits_processor": [
+            transformers.RepetitionPenaltyLogitsProcessor(1.5),
+            transformers.SuppressTokensLogitsProcessor([5, 9]),
+            lambda input_ids, scores: scores + table[0],
+        ],
+        "stopping_criteria": transformers.StoppingCriteriaList([transformers.MaxLengthCriteria(21 + NEW - 2)]),
+        "prefix_allowed_tokens_fn": lambda batch, input_ids: range(1, VOCABULARY),
+        "streamer": None if ring is None or ring.rank else Silent(),
+    }
+    model = make_model(attention="sdpa")
+    if ring is not None:
+        use_ring(model, ring)
+    return continued(model, ring, prompts()[0], max_new_tokens=NEW, num_beams=1, **options)
+
+
+class Silent(transformers.generation.BaseStreamer):  # type: ignore[misc]
+    def put(self, value: Tensor) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+def test_processors_and_criteria(pair: World) -> None:
+    wanted = with_classes_of_transformers(None)
+    assert wanted.shape[1] == 21 + NEW - 2
+    for found in pair.run(on_ring, with_classes_of_transformers):
+        assert torch.equal(found, wanted)
+    with pytest.raises(
+        RanksFailedError, match=r"the ranks differ in logits_processor\[2\].table \(rank 0: torch.float32"
+    ):
+        pair.run(on_ring, with_classes_of_transformers, 1.0)
 
 
 def test_a_model_within_another() -> None:

@@ -12,11 +12,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.engine.cache import KeyValueCache
-from ring_backends.integrations.describe import describe
 from ring_backends.integrations.transformers.attention import check_config, current_generation, registered
 from ring_backends.integrations.transformers.probe import probe_once
 from ring_backends.integrations.transformers.whole_batches import inner_model
 from ring_backends.ring.collectives import agree
+from ring_backends.ring.describe import describe
 from ring_backends.ring.ring import Ring
 
 _REFUSED = {
@@ -52,7 +52,8 @@ def generate(
     Every rank makes the same call, and gets the same result. Each rank computes its rows of the prompt. The following
     tokens are computed on every rank, but each rank attends to its own keys only, and an exchange merges the results.
     Greedy search, sampling, beams, logits processors and stopping criteria are those of transformers. To sample, seed
-    torch with the same number on every rank.
+    torch with the same number on every rank. The ranks compare all options but ``streamer``: numbers, strings, tensors,
+    functions, and the attributes of objects, such as processors.
 
     Args:
         model: a causal language model whose ``attn_implementation`` is a registered one, in evaluation mode.
@@ -72,7 +73,8 @@ def generate(
     with ring.report_refusals():
         inner = _check(model, ring, input_ids, attention_mask, generation_options)
     given = {"input_ids": input_ids, "attention_mask": attention_mask, **generation_options}
-    agree(ring, "generate", {name: describe(value) for name, value in given.items()})
+    given.pop("streamer", None)  # only shows the tokens, usually on one rank
+    agree(ring, "generate", describe(given))
     max_new = generation_options.get("max_new_tokens")
     max_len = input_ids.shape[1] + max_new if isinstance(max_new, int) else None
     generation = Generation(inner, ring, max_len)

@@ -7,7 +7,6 @@ these as the model configures them, layer by layer. It refuses other masks and o
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -23,6 +22,7 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
+from ring_backends.kernels.score_mod import closure_of
 from ring_backends.schedule.pattern import DilatedPattern
 from ring_backends.score_mods import softcap
 
@@ -69,10 +69,6 @@ class RingMask:
     refusal: str | None = None
 
 
-def _closure_of(function: Any) -> dict[str, Any]:
-    return dict(inspect.getclosurevars(function).nonlocals)
-
-
 _BOTH = and_masks(causal_mask_function).__code__
 _WINDOW = sliding_window_overlay(1).__code__
 _TWO_SIDED_WINDOW = sliding_window_bidirectional_overlay(1).__code__
@@ -94,11 +90,11 @@ def _read_overlays(function: MaskFunction, padding: Tensor | None) -> RingMask:
     for part in parts:
         code = getattr(part, "__code__", None)
         if code == _WINDOW and mask.is_causal:
-            mask = replace(mask, window=_smaller(mask.window, _closure_of(part)["sliding_window"]))
+            mask = replace(mask, window=_smaller(mask.window, closure_of(part)["sliding_window"]))
         elif code == _TWO_SIDED_WINDOW:
-            mask = replace(mask, window=_smaller(mask.window, _closure_of(part)["sliding_window"] + 1))
+            mask = replace(mask, window=_smaller(mask.window, closure_of(part)["sliding_window"] + 1))
         elif code == _CHUNK:
-            mask = replace(mask, chunk=_closure_of(part)["chunk_size"])
+            mask = replace(mask, chunk=closure_of(part)["chunk_size"])
         elif part not in (causal_mask_function, bidirectional_mask_function):
             return replace(mask, refusal=_OTHER_MASK)
     return mask
@@ -112,7 +108,7 @@ def _parts(function: MaskFunction) -> list[MaskFunction]:
     """The masks of which a mask is the intersection."""
     if getattr(function, "__code__", None) != _BOTH:
         return [function]
-    return [part for mask in _closure_of(function)["mask_functions"] for part in _parts(mask)]
+    return [part for mask in closure_of(function)["mask_functions"] for part in _parts(mask)]
 
 
 @dataclass(frozen=True)

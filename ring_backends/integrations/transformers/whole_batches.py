@@ -22,7 +22,7 @@ from transformers.models.auto import modeling_auto
 
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.errors import RingMismatchError
-from ring_backends.integrations.describe import agree_on_parameters, checksum, describe
+from ring_backends.integrations.parameters import agree_on_parameters
 from ring_backends.integrations.transformers import router_losses
 from ring_backends.integrations.transformers.attention import (
     Registration,
@@ -44,6 +44,7 @@ from ring_backends.integrations.transformers.inputs import (
 from ring_backends.integrations.transformers.pooled_heads import PooledHead
 from ring_backends.integrations.transformers.probe import Findings, LabelOf, Probe, models_of
 from ring_backends.ring.collectives import agree, broadcast
+from ring_backends.ring.describe import checksum, describe
 from ring_backends.ring.pooling import sum_of_ranks
 from ring_backends.ring.rendezvous import world_ring
 from ring_backends.ring.ring import Ring
@@ -453,12 +454,11 @@ class ComparedBatches:
         if agreement is None:
             return
         if self.is_first:
-            described = {name: describe(value) for name, value in batch.items()}
-            agree(self.ring, "the batch of a model", {**described, **findings})
+            agree(self.ring, "the batch of a model", {**describe(batch), **findings})
             self.is_first = False
             return
         on_gpu = {name: value for name, value in batch.items() if is_on_gpu(value)}
-        described = {name: describe(value) for name, value in batch.items() if name not in on_gpu}
+        described = describe({name: value for name, value in batch.items() if name not in on_gpu})
         described |= {name: f"{value.dtype} {[*value.shape]}" for name, value in on_gpu.items()}
         if on_gpu:
             self._copy({name: checksum(value) for name, value in on_gpu.items()})
