@@ -184,13 +184,15 @@ class _Attached:
                 return self.original_compute_loss(model, inputs, return_outputs, num_items_in_batch)
             finally:
                 del trainer.get_tp_size
+        if self.is_evaluating and not is_mean_of_rings:
+            # A ring may have no label, so the loss is that of all rings. Their labels count as the Trainer counts them,
+            # which includes the first label of a row for models such as GPT-2.
+            is_mean_of_rings = True
+            if num_items_in_batch is not None:
+                num_items_in_batch = trainer.accelerator.gather(num_items_in_batch).sum()
         if trainer.compute_loss_func is not None:
             labels: Any = inputs.pop("labels", None)
             shape = inputs["input_ids"].shape
-            if self.is_evaluating and num_items_in_batch is not None:  # a ring may have no label
-                own: Any = labels_of_rows({"labels": labels}, self.label_of)
-                num_items_in_batch = trainer.accelerator.gather((own != IGNORED).sum()).sum()
-                is_mean_of_rings = True
             outputs = model(**inputs)
             outputs = outputs if self.is_pooled else self._whole(outputs, shape)
             loss = trainer.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
@@ -202,11 +204,7 @@ class _Attached:
             loss, is_mean_of_rings = outputs["loss"], False
         else:
             labels = labels_of_rows(inputs, self.label_of)
-            # Without average_tokens_across_devices, num_items_in_batch is that of this ring. In an evaluation a ring
-            # may have no label, and the loss is that of all rings.
-            is_own_count = self.is_evaluating and not is_mean_of_rings
-            is_mean_of_rings = is_mean_of_rings or self.is_evaluating
-            if not self.takes_num_items or num_items_in_batch is None or is_own_count:
+            if not self.takes_num_items or num_items_in_batch is None:
                 num_items_in_batch = (labels != IGNORED).sum()
                 if is_mean_of_rings:  # as one device would count, which has the sequences of all rings in its batch
                     num_items_in_batch = trainer.accelerator.gather(num_items_in_batch).sum()
