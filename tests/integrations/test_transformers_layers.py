@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from small_models import VOCABULARY, build, transformers
 from tiny_models import TinyModel, models
 from torch import Tensor
 from transformers_checks import PRELOAD as PRELOAD
-from transformers_checks import Check, Verdict, find_configuration, further_check
+from transformers_checks import Check, Computed, Verdict, compare, compute, find_configuration, further_check
 
 from ring_backends import Ring
 from ring_backends.adapters import native
@@ -155,7 +156,34 @@ def test_chunks_in_generation(pair: World) -> None:
         assert_near(logits, expected)
 
 
+def bidirectional(ring: Ring | None) -> Computed:
+    """Gemma 3 as EmbeddingGemma configures it: all layers are bidirectional, and a window is W // 2 + 1 tokens."""
+    sizes = {"head_dim": 8, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+    model = make_model("gemma3_text", use_bidirectional_attention=True, **sizes)
+    if ring is not None:
+        use_ring(model, ring)
+        assert [line.partition(": ")[2] for line in describe(model).splitlines()] == [
+            "bidirectional, window of 9 tokens, scale 0.0625",
+            "bidirectional, full attention, scale 0.0625",
+        ]
+    mask = (torch.arange(N) < torch.tensor([[N], [N - 7]])).long()
+    labels = TOKENS.masked_fill(mask == 0, -100)
+    return compute(model, model(input_ids=TOKENS, attention_mask=mask, labels=labels), mask.bool(), ring)
+
+
+@pytest.mark.parametrize("layout", matrix_but("zigzag", of=LAYOUTS))
+def test_a_bidirectional_gemma(pair: World, layout: Any) -> None:
+    wanted = bidirectional(None)
+    rows = torch.ones(2, N, dtype=torch.bool)
+    rows[1, N - 7 :] = False
+    for found in ([bidirectional(Ring())], pair.run(on_ring, bidirectional, layout=layout)):
+        assert [x.loss for x in found] == [pytest.approx(wanted.loss, abs=1e-5)] * len(found)  # transformers' is fp32
+        verdict = compare(found, replace(wanted, loss=None), rows, 1e-7)  # its norms are fp32
+        assert verdict.status == "EQUAL", verdict
+
+
 masks = transformers.masking_utils
+window_of_gemma = transformers.models.gemma3.modeling_gemma3._bidirectional_window_overlay
 causal = masks.causal_mask_function
 
 
@@ -167,6 +195,11 @@ causal = masks.causal_mask_function
         (masks.sliding_window_causal_mask_function(5), (True, 5, None)),
         (masks.sliding_window_bidirectional_mask_function(5), (False, 6, None)),
         (masks.chunked_causal_mask_function(5, torch.zeros(1)), (True, None, 5)),
+        (masks.or_masks(masks.sliding_window_causal_mask_function(5), window_of_gemma(5)), (False, 5, None)),
+        (masks.or_masks(causal, lambda *args: torch.tensor(True, dtype=torch.bool)), (False, None, None)),
+        (masks.or_masks(masks.sliding_window_causal_mask_function(4), causal), (True, None, None)),
+        (masks.or_masks(masks.sliding_window_causal_mask_function(5), window_of_gemma(4)), None),  # 4 before, 3 after
+        (masks.or_masks(masks.chunked_causal_mask_function(5, torch.zeros(1)), window_of_gemma(4)), None),
         (masks.sliding_window_overlay(5), None),  # without a limit on later keys
         (masks.or_masks(causal, lambda batch, head, q_idx, kv_idx: q_idx // 4 == kv_idx // 4), None),
         (masks.and_masks(causal, lambda batch, head, q_idx, kv_idx: kv_idx % 2 == 0), None),

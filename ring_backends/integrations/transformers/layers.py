@@ -7,9 +7,11 @@ these as the model configures them, layer by layer. It refuses other masks and o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
     chunked_overlay,
+    or_masks,
     sliding_window_bidirectional_overlay,
     sliding_window_overlay,
 )
@@ -70,10 +73,37 @@ class RingMask:
 
 
 _BOTH = and_masks(causal_mask_function).__code__
+_EITHER = or_masks(causal_mask_function).__code__
 _WINDOW = sliding_window_overlay(1).__code__
 _TWO_SIDED_WINDOW = sliding_window_bidirectional_overlay(1).__code__
 _CHUNK = chunked_overlay(1, torch.zeros(1)).__code__
 """The code of the functions of which transformers makes masks."""
+
+
+def _window_of_gemma(sliding_window: int) -> MaskFunction:
+    def inner_mask(batch_idx: int, head_idx: int, q_idx: int, kv_idx: int) -> bool:
+        return abs(q_idx - kv_idx) < sliding_window
+
+    return inner_mask
+
+
+def _computation(code: CodeType) -> tuple[object, ...]:
+    """What a function computes, wherever its source lies."""
+    constants = tuple(value for value in code.co_consts if not (value is None or isinstance(value, str)))
+    return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
+
+
+_WINDOW_OF_GEMMA = _computation(_window_of_gemma(1).__code__)
+_EVERYTHING = _computation((lambda *args: torch.tensor(True, dtype=torch.bool)).__code__)
+"""What functions compute that models such as Gemma 3 write themselves, each for its own module."""
+
+
+class _Reach(NamedTuple):
+    """Which keys a query sees: as many before and after its own position, itself not counted, within its chunk."""
+
+    before: float
+    after: float
+    chunk: int | None = None
 
 
 def read_mask(function: MaskFunction, padding: Tensor | None) -> RingMask:
@@ -85,30 +115,45 @@ def read_mask(function: MaskFunction, padding: Tensor | None) -> RingMask:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _read_overlays(function: MaskFunction, padding: Tensor | None) -> RingMask:
-    parts = _parts(function)
-    mask = RingMask(padding, causal_mask_function in parts)
-    for part in parts:
-        code = getattr(part, "__code__", None)
-        if code == _WINDOW and mask.is_causal:
-            mask = replace(mask, window=_smaller(mask.window, closure_of(part)["sliding_window"]))
-        elif code == _TWO_SIDED_WINDOW:
-            mask = replace(mask, window=_smaller(mask.window, closure_of(part)["sliding_window"] + 1))
-        elif code == _CHUNK:
-            mask = replace(mask, chunk=closure_of(part)["chunk_size"])
-        elif part not in (causal_mask_function, bidirectional_mask_function):
-            return replace(mask, refusal=_OTHER_MASK)
-    return mask
+    reach = _reach_of(function)
+    if reach is None or reach.after not in (0, reach.before):
+        return RingMask(padding, is_causal=False, refusal=_OTHER_MASK)
+    window = None if math.isinf(reach.before) else int(reach.before) + 1
+    return RingMask(padding, reach.after == 0, window, reach.chunk)
 
 
-def _smaller(window: int | None, other: int) -> int:
-    return other if window is None else min(window, other)
+def _reach_of(function: MaskFunction) -> _Reach | None:
+    """The reach of a mask; None if a mask is not one reach."""
+    if function is causal_mask_function:
+        return _Reach(math.inf, 0)
+    if function is bidirectional_mask_function:
+        return _Reach(math.inf, math.inf)
+    code = getattr(function, "__code__", None)
+    if not isinstance(code, CodeType):
+        return None
+    held = closure_of(function)
+    if code in (_BOTH, _EITHER):
+        parts = [_reach_of(part) for part in held["mask_functions"]]
+        return _joined([part for part in parts if part is not None], code == _BOTH) if all(parts) else None
+    if code == _WINDOW:
+        return _Reach(held["sliding_window"] - 1, math.inf)
+    if code == _TWO_SIDED_WINDOW:
+        return _Reach(held["sliding_window"], held["sliding_window"])
+    if code == _CHUNK:
+        return _Reach(math.inf, math.inf, held["chunk_size"])
+    if _computation(code) == _WINDOW_OF_GEMMA:
+        return _Reach(held["sliding_window"] - 1, held["sliding_window"] - 1)
+    return _Reach(math.inf, math.inf) if _computation(code) == _EVERYTHING else None
 
 
-def _parts(function: MaskFunction) -> list[MaskFunction]:
-    """The masks of which a mask is the intersection."""
-    if getattr(function, "__code__", None) != _BOTH:
-        return [function]
-    return [part for mask in closure_of(function)["mask_functions"] for part in _parts(mask)]
+def _joined(parts: list[_Reach], is_intersection: bool) -> _Reach | None:
+    """The intersection or the union. Every query sees itself, so that the union has no gap."""
+    chunks = {part.chunk for part in parts if part.chunk is not None}
+    if len(chunks) > 1 or (chunks and not is_intersection):
+        return None
+    before, after, _ = zip(*parts, strict=True)
+    choose = min if is_intersection else max
+    return _Reach(choose(before), choose(after), next(iter(chunks), None))
 
 
 @dataclass(frozen=True)
