@@ -36,6 +36,7 @@ from ring_backends.schedule.layout import LayoutKind
 
 with importing("transformers' Trainer cannot be imported", "hf"):
     from transformers import Trainer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 __all__ = ["attach"]
 
@@ -106,6 +107,8 @@ def attach(
     attention = make_attention(segment_lengths, dilation_rates, ring, options)
     share_parameters(ring, trainer.model)
     sharded = put_on_ring(trainer.model, attention, trainer.args.label_smoothing_factor, probe)
+    if trainer.args.label_smoothing_factor:
+        _check_smoothed_labels(trainer, sharded)
     reference = getattr(trainer, "ref_model", None)
     if reference is not None:
         reference = trainer.accelerator.unwrap_model(reference)
@@ -139,6 +142,19 @@ def _check_trainer(trainer: Any) -> None:
     for name, (is_refused, instead) in _REFUSED.items():
         if is_refused(trainer):
             raise ValueError(f"{name}: not supported by a ring; {instead}.")
+
+
+def _check_smoothed_labels(trainer: Any, sharded: ShardedForward) -> None:
+    """Check that the Trainer's label smoothing, which goes by the class of the model, has the labels of its loss."""
+    name = type(sharded.inner).__name__
+    shifts = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    if shifts != (sharded.label_of == "next"):
+        sharded.remove()
+        does = "shifts" if shifts else "does not shift"
+        raise ValueError(
+            f"label_smoothing_factor = {trainer.args.label_smoothing_factor}: the Trainer {does} the labels of {name} "
+            "for it, unlike the model's own loss; set it to 0."
+        )
 
 
 def _is_of_trl(trainer: Any) -> bool:

@@ -35,8 +35,8 @@ def on_a_ring(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "task", "fields", "message"),
     [
-        ("bert", "ForMultipleChoice", {}, "BertForMultipleChoice: its head may pool rows"),
-        ("llama", "ForQuestionAnswering", {}, "LlamaForQuestionAnswering: its head may pool rows"),
+        ("bert", "ForMultipleChoice", {}, "BertForMultipleChoice: .* does not list it .* its head may pool rows"),
+        ("llama", "ForQuestionAnswering", {}, "LlamaForQuestionAnswering: .* does not list it as a language"),
         ("t5", "ForSeq2SeqLM", {"d_model": 32, "d_kv": 8, "d_ff": 32}, "is_encoder_decoder = True"),
         ("mpt", "ForCausalLM", {"n_heads": 4, "n_layers": 1}, "attn_implementation of Mpt.* own"),
     ],
@@ -120,6 +120,10 @@ def test_other_trainers() -> None:
     classifier = make_trainer(Case(task="sequence"), 1, label_smoothing_factor=0.1)
     with pytest.raises(ValueError, match="label_smoothing_factor with a sequence classifier: not supported"):
         attach(classifier)
+    smoothed = make_trainer(Case(), 1, label_smoothing_factor=0.1)
+    smoothed.model.__class__ = type("OwnLlama", (type(smoothed.model),), {})
+    with pytest.raises(ValueError, match=r"label_smoothing_factor = 0.1: the Trainer does not shift the labels of Own"):
+        attach(smoothed)
     trainer = make_trainer(Case(), 1)
     trainer.model_wrapped = torch.nn.Sequential(trainer.model)
     with pytest.raises(ValueError, match=r"a wrapped model: not supported by a ring; call attach\(\) before train"):

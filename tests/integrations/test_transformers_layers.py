@@ -24,14 +24,17 @@ from ring_backends.testing.rings import LAYOUTS
 from ring_backends.testing.world import World
 
 TOLERANCE = 1e-5
-MODELS = {model.name: model for model in (*models("causal"), *models("masked"))}
+UNLISTED = TinyModel("Mistral4ForCausalLM", "mistral4", "causal")
+"""A class that transformers lists under no kind of language model."""
+
+MODELS = {model.name: model for model in (*models("causal"), *models("masked"), UNLISTED)}
 QUICK = ("GptOssForCausalLM", "Gemma2ForCausalLM", "Llama4ForCausalLM")
 CLASSES = (
     *QUICK,
     *(f"{name}ForCausalLM" for name in ("Gemma3", "Mistral", "Qwen2", "Phi3", "Cohere2", "DeepseekV3")),
     # Two attentions in a layer, layers that run several times, layers that do not run, and positions after padding.
     *(f"{name}ForCausalLM" for name in ("DiffLlama", "HrmText", "Mllama", "OPT")),
-    "ModernBertForMaskedLM",
+    *("ModernBertForMaskedLM", UNLISTED.name),
 )
 PADDED = ("RobertaForMaskedLM", "OPTForCausalLM", "LlamaForCausalLM", "DeepseekV3ForCausalLM")
 CHECKS = {

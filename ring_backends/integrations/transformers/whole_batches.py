@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 from transformers.models.auto import modeling_auto
 
 from ring_backends.attention import RingDilatedAttention
@@ -54,10 +55,17 @@ _PREDICT_NEXT = frozenset(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values
 _PREDICT_OWN = frozenset(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()) | frozenset(
     modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values()
 )
-_WITHOUT_HEAD = frozenset(name for name in modeling_auto.MODEL_MAPPING_NAMES.values() if isinstance(name, str))
+_WITHOUT_HEAD = frozenset(
+    name
+    for names in modeling_auto.MODEL_MAPPING_NAMES.values()
+    for name in ([names] if isinstance(names, str) else names)
+)
 _PREDICT_ONCE = frozenset(modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
 """Names of model classes, by what they predict: the next token, something about the token, nothing, or something about
 the sequence."""
+
+_LABELS_OF_LOSS: dict[Any, LabelOf] = {ForCausalLMLoss: "next", ForMaskedLMLoss: "own", ForTokenClassification: "own"}
+"""The labels of the losses that transformers chooses for classes that it does not list."""
 
 _REFUSED = {
     "inputs_embeds": "it is not supported; give input_ids",
@@ -87,8 +95,9 @@ def use_ring(
     sequences, the same on every rank.
 
     Args:
-        model: a causal or masked language model, a token or sequence classifier, or a model without a head; also within
-            a ``PeftModel``. Call this function before the model is wrapped or compiled.
+        model: a causal or masked language model, a token or sequence classifier, or a model without a head, as
+            transformers lists its class or chooses its loss; also within a ``PeftModel``. Call this function before the
+            model is wrapped or compiled.
         attention: a ring, on which every layer computes its own attention as the model configures it
             (:func:`~ring_backends.integrations.transformers.register`); or a RingDilatedAttention of any adapter, whose
             pattern then takes the place of full attention.
@@ -204,6 +213,13 @@ def is_sequence_classifier(model: Any) -> bool:
     return bool(_class_names(model) & _PREDICT_ONCE)
 
 
+def label_of_class(model: Any) -> LabelOf | None:
+    """The label with which the loss compares a row's logits, as the class of a model suggests; None without a loss."""
+    names = _class_names(model)
+    listed: LabelOf | None = "next" if names & _PREDICT_NEXT else "own" if names & _PREDICT_OWN else None
+    return listed or _LABELS_OF_LOSS.get(LOSS_MAPPING.get(model.loss_type))
+
+
 def _class_names(model: Any) -> set[str]:
     return {base.__name__ for base in type(model).__mro__}
 
@@ -213,12 +229,14 @@ class ShardedForward:
 
     def __init__(self, inner: Any, ring: Ring, attn_implementation: str, label_smoothing: float) -> None:
         names = _class_names(inner)
-        self.label_of: LabelOf | None = "next" if names & _PREDICT_NEXT else "own" if names & _PREDICT_OWN else None
+        self.label_of = label_of_class(inner)
         has_pooler = getattr(inner, "pooler", None) is not None
-        if self.label_of is None and not names & (_WITHOUT_HEAD | _PREDICT_ONCE):
+        has_head = inner.base_model is not inner and not names & _WITHOUT_HEAD
+        if self.label_of is None and has_head and not names & _PREDICT_ONCE:
             raise ValueError(
-                f"model = {type(inner).__name__}: its head may pool rows, of which each rank has only a part; use the "
-                "model without a head, and pool its rows with ring.pool()."
+                f"model = {type(inner).__name__}: transformers does not list it as a language model, a token or "
+                "sequence classifier or a model without a head, so its head may pool rows, of which each rank has only "
+                "a part; use the model without a head, and pool its rows with ring.pool()."
             )
         self.head = PooledHead(inner) if has_pooler or is_sequence_classifier(inner) else None
         self.inner, self.ring, self.attn_implementation = inner, ring, attn_implementation
