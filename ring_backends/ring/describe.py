@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ring_backends.kernels.score_mod import closure_of, identity
 from ring_backends.ring.ring import Ring
@@ -103,7 +104,11 @@ def _items(pairs: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
 
 
 def describe_tensor(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {[*tensor.shape]} checksum {int(checksum(tensor)) & (2**64 - 1):016x}"
+    """The dtype, the shape, and a checksum of the values that this rank has in whole."""
+    text = f"{tensor.dtype} {[*tensor.shape]}"
+    if tensor.is_meta or tensor.layout != torch.strided or isinstance(tensor, DTensor):
+        return text
+    return f"{text} checksum {int(checksum(tensor)) & (2**64 - 1):016x}"
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -113,6 +118,8 @@ def checksum(tensor: Tensor) -> Tensor:
     dimensions, so that large tensors need little extra memory.
     """
     bits = tensor.detach().contiguous()
+    if tensor.is_complex():
+        bits = tensor = torch.view_as_real(bits.resolve_conj())
     if tensor.dtype != torch.bool:
         bits = bits.view(-1).view(_INTEGERS[tensor.element_size()]).view(tensor.shape)
     sums = bits.sum([*range(2, tensor.dim())], dtype=torch.int64) if tensor.dim() > 2 else bits.long()

@@ -58,6 +58,8 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "tuple": lambda value: (object, value),
     "dict": lambda value: {"a": {3: value}},
     "tensor": lambda value: [long_tensor(value)],
+    "complex tensor": lambda value: [torch.tensor([1j * value], dtype=torch.complex128).conj()],
+    "sparse tensor": lambda value: [torch.eye(2 + value).to_sparse()],
     "long list": lambda value: [*range(5000), value, 0],
     "set": lambda value: {value, 17, "text"},
     "object": lambda value: SimpleNamespace(inner=SimpleNamespace(value=value)),
