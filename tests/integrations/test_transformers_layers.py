@@ -142,6 +142,13 @@ def test_chunks_begin_after_padding_on_the_left(sharded: bool) -> None:
     assert_near(found[mask.bool()], expected[mask.bool()])
 
 
+def test_a_mask_that_contradicts_is_causal() -> None:
+    """The masks of chunks in transformers are causal, whatever the configuration says."""
+    model = make_model("llama4_text", is_causal=False, **CHUNKED)
+    with pytest.raises(ValueError, match=r"is_causal = False: the model's mask is causal, and .* leave it out, or use"):
+        use_ring(model, Ring())
+
+
 def generated_in_chunks(ring: Ring | None) -> Tensor:
     """The logits of new tokens of texts without padding; without a ring, those of transformers."""
     model = make_model("llama4_text", **CHUNKED)

@@ -294,7 +294,11 @@ def _check_mask(attention_mask: Any, is_causal: bool | None) -> RingMask:
     if attention_mask.refusal is not None:
         raise ValueError(attention_mask.refusal)
     if is_causal is not None and is_causal != attention_mask.is_causal:
-        raise ValueError(f"is_causal = {is_causal}: contradicts the model's mask; leave it out.")
+        kind = "causal" if attention_mask.is_causal else "bidirectional"
+        raise ValueError(
+            f"is_causal = {is_causal}: the model's mask is {kind}, and the attentions of transformers differ in which "
+            "of the two they follow; leave it out, or use another model if this one passes it itself."
+        )
     return attention_mask
 
 
