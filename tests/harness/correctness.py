@@ -158,8 +158,11 @@ CASE = AttentionCase(
 class EdgeCaseTests(AdapterSuite):
     """The correctness that the quick command tests with every adapter."""
 
-    def test_some_edge_cases_match_the_definition(self, world: World) -> None:
-        check_exact(world, self.adapter, FOUR, "zigzag", [*EDGE_CASES.values()][::4])
+    @pytest.mark.parametrize("rings", [FOUR, TWO], ids=str)
+    def test_some_edge_cases_match_the_definition(self, world: World, rings: RingSpec) -> None:
+        """The calls of the two rings of two ranks differ."""
+        cases = [*EDGE_CASES.values()]
+        check_exact(world, self.adapter, rings, "zigzag", cases[::4] if rings == FOUR else cases[2::16])
 
 
 @core

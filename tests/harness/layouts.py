@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import difference, local_call, new_attention
-from ring_backends.testing.capabilities import AdapterSuite, core
+from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.models import DenseAttention
-from ring_backends.testing.rings import ALL_RINGS, RingSpec, every_ring, in_every_layout, ring_here, rows_of_ranks
+from ring_backends.testing.rings import ALL_RINGS, TWO, RingSpec, every_ring, in_every_layout, ring_here, rows_of_ranks
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import World, on_every_rank
 
@@ -74,9 +75,15 @@ class LayoutTests(AdapterSuite):
         if ring is None or where is None:
             assert (ring, where) == (None, None)
             return
-        assert (ring.size, ring.rank) == (rings.size, where[1]), ring
+        assert (ring.size, ring.rank, ring.ranks) == (rings.size, where[1], rings.rings[where[0]]), ring
         if len(rings.rings) * rings.size == 4:  # the rings tile the world
             assert (ring.data_size, ring.data_rank) == (len(rings.rings), where[0]), ring
+
+    @requires("several rings per world")
+    @on_every_rank
+    def test_options_reach_the_ring(self) -> None:
+        ring = self.new_ring(TWO, 17.0, "zigzag")
+        assert (ring.size, ring.layout_kind, ring.timeout) == (2, "zigzag", timedelta(seconds=17)), ring
 
     @core
     @pytest.mark.parametrize(

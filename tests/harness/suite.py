@@ -15,6 +15,7 @@ from ring_backends.testing.copies import CopyTests, ModelCopyTests
 from ring_backends.testing.correctness import CorrectnessTests, EdgeCaseTests
 from ring_backends.testing.faults import FaultTests, LostPeerTests
 from ring_backends.testing.layouts import LayoutTests
+from ring_backends.testing.messages import MessageTests
 from ring_backends.testing.mismatches import MismatchTests
 from ring_backends.testing.process_exit import ProcessExitTests
 from ring_backends.testing.soak import SoakTests
@@ -35,6 +36,7 @@ class TransportTests(
     BadArgumentTests,
     MismatchTests,
     LostPeerTests,
+    MessageTests,
     TrafficTests,
     ArrangementTests,
     LayoutTests,
@@ -62,10 +64,15 @@ class AllTrainingTests(
 
 
 EVERY_ADAPTER = (
+    "test_a_message_of_another_hop_is_not_delivered",
+    "test_a_message_waits_for_a_late_rank",
+    "test_a_wait_ends_at_its_timeout",
+    "test_every_byte_of_a_message_arrives",
     "test_gradients_are_those_of_the_whole_batch",
     "test_hops",
     "test_hops_counted_by_hand",
     "test_micro_batches_add_up_to_one_batch",
+    "test_options_reach_the_ring",
     "test_replicas_stay_the_same",
     "test_ring_and_data_ranks",
     "test_some_edge_cases_match_the_definition",

@@ -1,8 +1,9 @@
-"""Put one small fault after another into the package, and see whether its tests fail.
+"""Put one small fault after another into the package or into an adapter, and see whether the tests fail.
 
 ``python tests/mutants/run_mutants.py --jobs 2`` needs an environment with all frameworks, such as
-``.tox/quick``, and Python 3.11 or newer. It works on copies of the checkout. The tests that ``mutants.toml`` names for
-a fault run as in ``tox run -m test``, and if they pass, as in ``tox run -e rest``, until one fails. The run ends with a
+``.tox/quick``, and Python 3.11 or newer. It works on copies of the checkout. ``mutants.toml`` has faults of the
+package, and ``adapter_mutants.toml`` has faults of an adapter of another distribution. The tests that a list names for a
+fault run as in ``tox run -m test``, and if they pass, as in ``tox run -e rest``, until one fails. The run ends with a
 table by room.
 """
 
@@ -64,6 +65,15 @@ def failing_test(tree: Path, arguments: str, mark: str, triton: str | None) -> s
     return found[1] if found else f"{arguments}: exit status {status}: {text[-300:]}"
 
 
+def read_mutants() -> list[Mutant]:
+    """The faults of all lists. Keys at the top of a list hold for each of its faults."""
+    mutants = []
+    for name in ("mutants", "adapter_mutants"):
+        of_all = tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text())
+        mutants += [{**of_all, **mutant} for mutant in of_all.pop("mutant")]
+    return mutants
+
+
 def run_mutant(tree: Path, mutant: Mutant, triton: str | None) -> Mutant:
     """Put the fault into a copy, run its tests, and take it out again."""
     file, result = tree / mutant["file"], {name: mutant[name] for name in ("name", "file")}
@@ -87,6 +97,7 @@ def table(results: list[Mutant]) -> str:
     for result in results:
         path = Path(result["file"])
         room = path.parts[1] if path.parts[0] == "ring_backends" else f"adapters/{path.parts[1].removesuffix('.py')}"
+        room = "another distribution" if path.parts[0] == "tests" else room
         rooms["public modules" if room.endswith(".py") else room][result["found_by"]] += 1
     rooms["all"] = sum(rooms.values(), Counter[str]())
     counts = (f"| {name} | {x.total()} | {x['quick']} | {x['rest']} | {x['none']} |" for name, x in rooms.items())
@@ -99,8 +110,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="number of faults at a time")
     parser.add_argument("--triton", metavar="PYTHON", help="interpreter with Triton, as .tox/triton/bin/python")
     options = parser.parse_args()
-    with (Path(__file__).parent / "mutants.toml").open("rb") as file:
-        mutants = [x for x in tomllib.load(file)["mutant"] if options.k in x["name"] or options.k in x["file"]]
+    mutants = [mutant for mutant in read_mutants() if options.k in mutant["name"] or options.k in mutant["file"]]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         trees: SimpleQueue[Path] = SimpleQueue()
         for number in range(options.jobs):
