@@ -29,8 +29,9 @@ from ring_backends.ring.collectives import agree
 from ring_backends.ring.rendezvous import start_world_of_one
 from ring_backends.ring.ring import Ring
 from ring_backends.training.checkpoint_files import StrPath, check_folder, read_manifest, replace_folder
+from ring_backends.training.contents import Groups, reorder_state
 from ring_backends.training.reducer import backward_order, measure_divisor, probe, with_ordered_gradients
-from ring_backends.training.state import ORDER, MakeOptimizer, TrainingState, check_optimizer_class
+from ring_backends.training.state import ORDER, MakeOptimizer, TrainingState
 
 
 class DeepSpeedTraining(TrainingState):
@@ -69,6 +70,7 @@ class DeepSpeedTraining(TrainingState):
         if self._zero_stage:
             self._flattens = f"ZeRO {self._zero_stage} gives it flat parts of the parameters; use zero_stage=0"
         self.optimizer = self._make_optimizer(make_optimizer, model)
+        self._groups = super()._group_names()  # ZeRO will replace the parameters in the groups
         if self._zero_stage and isinstance(self.optimizer, torch.optim.Adagrad):
             raise ValueError(
                 f"make_optimizer returned {type(self.optimizer).__name__}: ZeRO {self._zero_stage} replaces it by an "
@@ -80,6 +82,12 @@ class DeepSpeedTraining(TrainingState):
             )
         if type(self._engine.checkpoint_engine) is TorchCheckpointEngine:
             self._engine.checkpoint_engine.load = _load_tensors
+        if self._zero_stage or isinstance(self._engine.optimizer, BF16_Optimizer):
+            stage = f"ZeRO {self._zero_stage}" if self._zero_stage else "a bf16 engine"
+            self._saves_flat = (
+                f"{stage} stores flat parts of the trained parameters in this order. Or use zero_stage=0 and fp32 "
+                "parameters for both runs"
+            )
         self.model, self._num_groups = self._engine, len(self.optimizer.param_groups)
         self._refuse_copies("it is a DeepSpeed engine, which holds process groups and the optimizer")
         self._is_offloaded = self._zero_stage > 0 and self._engine.zero_cpu_offload()
@@ -248,7 +256,7 @@ class DeepSpeedTraining(TrainingState):
     def _save(self, path: StrPath) -> None:
         """Write a folder with a DeepSpeed checkpoint. It replaces an earlier one once it is complete."""
         tag, client_state = f"step{self.step_count}", {"step_count": self.step_count}
-        holds = {**self._layout, "optimizer_class": self._optimizer_class.__name__, "step": self.step_count}
+        holds = {**self._layout, "contents": self._contents(self._model_state()), "step": self.step_count}
 
         def write(folder: Path) -> None:
             self._engine.save_checkpoint(os.fspath(folder), tag, client_state)
@@ -267,7 +275,6 @@ class DeepSpeedTraining(TrainingState):
             is_whole = name == "ranks" and not self._zero_stage  # without ZeRO, every rank reads the same file
             if manifest[name] != here and not is_whole:
                 raise ValueError(f"it was written with {name} = {manifest[name]!r}, but this run has {name} = {here!r}")
-        check_optimizer_class(manifest["optimizer_class"], self._optimizer_class)
         return digest
 
     def _load(self, path: Path) -> None:
@@ -276,10 +283,28 @@ class DeepSpeedTraining(TrainingState):
         Raises:
             ValueError: the folder has no DeepSpeed checkpoint.
         """
+        saved = self._check_contents(read_manifest(path))
+
+        def reorder(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+            return reorder_state(state, saved["groups"], self._groups)
+
+        hook = self.optimizer.register_load_state_dict_pre_hook(reorder) if self._saves_flat is None else None
         folder, client_state = self._engine.load_checkpoint(os.fspath(path))
+        if hook is not None:
+            hook.remove()
         if folder is None:
             raise ValueError("there is no DeepSpeed checkpoint in it")
         self.step_count = client_state["step_count"]
+
+    def _model_state(self) -> dict[str, Any]:
+        state = self._engine.module.state_dict(keep_vars=True)
+        for name, tensor in state.items():
+            if hasattr(tensor, "ds_shape"):  # ZeRO 3 keeps an empty tensor in place of a parameter
+                state[name] = torch.empty(tensor.ds_shape, dtype=tensor.dtype, device="meta")
+        return dict(state)
+
+    def _group_names(self) -> Groups:
+        return self._groups
 
     def _full_state_dict(self) -> dict[str, Tensor]:
         whole = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fairscale.nn.data_parallel import FullyShardedDataParallel, ShardedDataParallel
+from fairscale.nn.misc.flatten_params_wrapper import FlatParameter
 from fairscale.optim import OSS
 from torch import Tensor, nn
 
@@ -161,11 +162,19 @@ class ShardedTraining(FairScaleTraining):
         self.optimizer.consolidate_state_dict(recipient_rank=0)
         return self.optimizer.state_dict() if dist.get_rank() == 0 else None
 
+    def _load_optimizer(self, state: Any) -> None:
+        self.optimizer.optim.state.clear()  # OSS keeps states that are not in the checkpoint
+        super()._load_optimizer(state)
+
 
 class FullyShardedTraining(FairScaleTraining):
     """FairScale's FullyShardedDataParallel: each rank has a flat shard of the parameters of every wrapped unit."""
 
     _flattens = "FairScale's FSDP gives it flat parts of the parameters; use strategy='sharded_ddp'"
+    _saves_flat = (
+        "FairScale's FSDP stores the optimizer's states in this order of the model's parameters. Or use "
+        "strategy='sharded_ddp' for both runs"
+    )
 
     def _check_model(self, model: nn.Module) -> None:
         _check_options(self._options, _FSDP_OPTIONS, "FullyShardedDataParallel")
@@ -203,6 +212,9 @@ class FullyShardedTraining(FairScaleTraining):
         of_copy = SimpleNamespace(state_dict=lambda: state)
         with _padded_parameters(self._module):
             return self._module.gather_full_optim_state_dict(of_copy)  # type: ignore[operator]
+
+    def _names_in(self, parameter: nn.Parameter) -> Sequence[str]:
+        return parameter.metadata()[0] if isinstance(parameter, FlatParameter) else ()
 
     def _load_device(self) -> torch.device:
         return torch.device("cpu")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException, load, save  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, _common_utils, _runtime_utils
+from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.tensor import DTensor
 
 from ring_backends.adapters.fsdp.reading import CheckpointPlanner, CheckpointReader
@@ -42,9 +44,10 @@ from ring_backends.training.checkpoint_files import (
     read_manifest,
     replace_folder,
 )
+from ring_backends.training.contents import Groups, match_groups
 from ring_backends.training.describe import describe_model
 from ring_backends.training.reducer import device_of, mark_outputs, measure_divisor, modules_in_backward, probe
-from ring_backends.training.state import PARTS_BEHIND_LOSS, MakeOptimizer, TrainingState, check_optimizer_class
+from ring_backends.training.state import PARTS_BEHIND_LOSS, MakeOptimizer, TrainingState
 
 
 class ShardedTraining(TrainingState):
@@ -121,7 +124,7 @@ class ShardedTraining(TrainingState):
         """Write a folder of torch.distributed.checkpoint. It replaces an earlier one once it is complete."""
         # An optimizer that has not stepped has no state, and get_optimizer_state_dict would make it step.
         state = self._checkpoint(with_optimizer=self.step_count > 0)
-        holds = {"adapter": "fsdp", "optimizer_class": self._optimizer_class.__name__, "step": self.step_count}
+        holds = {"adapter": "fsdp", "contents": self._contents(state["model"]), "step": self.step_count}
         holds |= self._scaler_state()
 
         def write(folder: Path) -> None:
@@ -135,7 +138,6 @@ class ShardedTraining(TrainingState):
         manifest = read_manifest(path)
         if manifest["adapter"] != "fsdp":
             raise ValueError(f"it was written by the {manifest['adapter']} adapter")
-        check_optimizer_class(manifest["optimizer_class"], self._optimizer_class)
         return digest
 
     def _load(self, path: Path) -> None:
@@ -144,34 +146,67 @@ class ShardedTraining(TrainingState):
         Raises:
             ValueError: it holds another model.
         """
-        reader = CheckpointReader(path)
+        manifest, reader = read_manifest(path), CheckpointReader(path)
+        contents = self._check_contents(manifest)
         saved = set(reader.read_metadata().state_dict_metadata)
         with_optimizer = any(name.startswith("optimizer.") for name in saved)
         self.optimizer.zero_grad(set_to_none=True)
-        state = self._checkpoint(with_optimizer)
-        missing = sorted(name for name in state["model"] if f"model.{name}" not in saved)
-        if missing or "step" not in saved:
-            raise ValueError(
-                f"path = {str(path)!r}: a checkpoint of another model, without {', '.join(missing) or 'step'}."
-            )
-        if with_optimizer:
-            # A parameter on which no loss has depended has no saved state, but _checkpoint has created a state for it.
-            states = state["optimizer"]["state"]
-            for name in [*states]:
-                if states[name] and not any(f"optimizer.state.{name}.{key}" in saved for key in states[name]):
-                    del states[name]
-        with _failures_as_errors():
-            load(state, storage_reader=reader, planner=CheckpointPlanner())
-        set_model_state_dict(self.model, state["model"])
         self.optimizer.state.clear()
-        if with_optimizer:
-            options = StateDictOptions(strict=False)
-            set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
-        self._load_scaler(read_manifest(path))
+        self._load_settings(reader, contents["groups"])
+        with self._all_trained():
+            state, groups = self._checkpoint(with_optimizer), None
+            if with_optimizer:
+                groups = state["optimizer"].pop("param_groups")
+                _fit_states(state["optimizer"]["state"], saved)
+            _read(reader, state)
+            set_model_state_dict(self.model, state["model"])
+            self.optimizer.state.clear()
+            if with_optimizer:
+                optimizer, options = {**state["optimizer"], "param_groups": groups}, StateDictOptions(strict=False)
+                set_optimizer_state_dict(self.model, self.optimizer, optimizer, options=options)
+        self._load_scaler(manifest)
         self.step_count = state["step"]
 
+    def _load_settings(self, reader: CheckpointReader, groups: Groups) -> None:
+        """Read the settings of the optimizer's groups. They decide which states it keeps, such as SGD's momentum."""
+        metadata, read = reader.read_metadata(), dict[str, Any]()
+        for key, value in metadata.state_dict_metadata.items():
+            if key.startswith("optimizer.param_groups."):
+                read[key] = None
+                if isinstance(value, TensorStorageMetadata):
+                    read[key] = torch.empty(value.size, dtype=value.properties.dtype, device=device_of(self.model))
+        if not read:
+            return
+        _read(reader, read)
+        settings: list[dict[str, Any]] = [{} for _ in groups]
+        for key, value in read.items():
+            _, _, index, *outer, name = metadata.planner_data[key]
+            place = settings[index]
+            for part in outer:
+                place = place.setdefault(part, {})
+            place[name] = value
+        order = match_groups(groups, self._group_names())
+        assert order is not None
+        for index, group in zip(order, self.optimizer.param_groups, strict=True):
+            own = {name: group[name] for name in ("params", "param_names") if name in group}
+            group.clear()
+            group.update({**settings[index], **own})
+
+    @contextlib.contextmanager
+    def _all_trained(self) -> Iterator[None]:
+        """Train all parameters of the optimizer temporarily: torch loads no states of frozen ones."""
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        frozen = [x for x in parameters if not x.requires_grad and x.is_floating_point()]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+
     def _checkpoint(self, with_optimizer: bool) -> dict[str, Any]:
-        state: dict[str, Any] = {"model": get_model_state_dict(self.model), "step": self.step_count}
+        state: dict[str, Any] = {"model": self._model_state(), "step": self.step_count}
         if with_optimizer:
             state["optimizer"] = as_loadable(
                 get_optimizer_state_dict(self.model, self.optimizer), "the optimizer's state"
@@ -179,6 +214,9 @@ class ShardedTraining(TrainingState):
         return state
 
     saves_a_folder = True
+
+    def _model_state(self) -> dict[str, Any]:
+        return get_model_state_dict(self.model)
 
     @abstractmethod
     def _sharded_parts(self) -> Iterator[tuple[str, nn.Module]]:
@@ -191,6 +229,30 @@ class ShardedTraining(TrainingState):
     @abstractmethod
     def _whole_state(self, module: nn.Module) -> dict[str, Tensor]:
         """The unsharded state of a sharded module, by the module's own names, on every rank."""
+
+
+def _read(reader: CheckpointReader, state: dict[str, Any]) -> None:
+    """Read the values of ``state`` from a checkpoint, tensors in place."""
+    with _failures_as_errors():
+        load(state, storage_reader=reader, planner=CheckpointPlanner())
+
+
+def _fit_states(states: dict[str, dict[str, Any]], saved: Collection[str]) -> None:
+    """Leave out the parameters without a saved state, such as those on which no loss has depended.
+
+    Raises:
+        ValueError: the optimizer has no place for a saved state.
+    """
+    here = {f"optimizer.state.{name}.{key}" for name, values in states.items() for key in values}
+    others = sorted(name for name in saved if name.startswith("optimizer.state.") and name not in here)
+    if others:
+        raise ValueError(
+            f"the optimizer does not keep {', '.join(others[:8])}, which the checkpoint has: let make_optimizer pass "
+            "the arguments of the run that saved"
+        )
+    for name in [*states]:
+        if states[name] and not any(f"optimizer.state.{name}.{key}" in saved for key in states[name]):
+            del states[name]
 
 
 @contextlib.contextmanager
@@ -276,6 +338,11 @@ class FSDP1Training(ShardedTraining):
 
     def _describe(self, model: nn.Module) -> dict[str, object]:
         return describe_model(model, with_shapes=not isinstance(model, FullyShardedDataParallel))
+
+    def _names_in(self, parameter: nn.Parameter) -> Sequence[str]:
+        if not isinstance(parameter, FlatParameter):  # as with use_orig_params=True
+            return ()
+        return cast(Sequence[str], internal(parameter, "_fqns", "the names of parameters in a FlatParameter"))
 
     def _sharded_parts(self) -> Iterator[tuple[str, nn.Module]]:
         parts: Iterator[tuple[str, nn.Module]] = self.model.named_modules()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,6 +90,26 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str
         for place, parameter in enumerate(group["params"]):
             places[f"parameter {names[id(parameter)]}"] = f"number {place} of parameter group {index}"
     return places
+
+
+_OF_WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+"""The parts of parameters' names that wrapping modules add."""
+
+
+def parameter_names(model: nn.Module, names_in: Callable[[nn.Parameter], Sequence[str]]) -> dict[int, list[str]]:
+    """The model's own names of its parameters, by ``id``. A parameter in several places has its alphabetically first.
+
+    Args:
+        names_in: the names of the parameters in a flat parameter, relative to its module; of others, none.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        module = name[: name.rfind(".") + 1]
+        found = [module + inside for inside in names_in(parameter)] or [name]
+        for part in _OF_WRAPPERS:
+            found = [name.replace(part, "") for name in found]
+        names[id(parameter)] = min(names.get(id(parameter), found), found)
+    return names
 
 
 def _text(value: object) -> str:

@@ -23,7 +23,7 @@ import contextlib
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -57,6 +57,7 @@ from ring_backends.training.checkpoint_files import (
     is_not_caused_by_content,
     save_file,
 )
+from ring_backends.training.contents import Groups, check_contents, describe_contents, reorder_state
 from ring_backends.training.describe import (
     check_count,
     describe_model,
@@ -64,6 +65,7 @@ from ring_backends.training.describe import (
     describe_options,
     describe_settings,
     make_settings_loadable,
+    parameter_names,
     persistent_buffers,
 )
 from ring_backends.training.elementwise import check_elementwise
@@ -122,6 +124,9 @@ class TrainingState(ABC):
 
     _flattens: str | None = None
     """Where the optimizer gets flat parts of parameters: what an error says about it, with the way out."""
+
+    _saves_flat: str | None = None
+    """Where a checkpoint holds flat parts of the parameters: what an error says about it, with the way out."""
 
     def __init__(
         self,
@@ -455,6 +460,7 @@ class TrainingState(ABC):
 
         optimizer = do_on_all(self._world, "make_optimizer", make, ValueError)
         self._trained = [(name, parameter, parameter.requires_grad) for name, parameter in model.named_parameters()]
+        self._names = parameter_names(model, self._names_in)
         agree(self._world, "make_optimizer", describe_optimizer(optimizer, names))
         return optimizer
 
@@ -544,8 +550,9 @@ class TrainingState(ABC):
         return self._full_state_dict()
 
     def _save(self, path: StrPath) -> None:
-        """Write model, optimizer, its class and ``step_count``. Called on all ranks."""
-        model, optimizer = self._module.state_dict(), self._optimizer_state()
+        """Write model, optimizer, ``step_count`` and :meth:`_contents`. Called on all ranks."""
+        model, optimizer = self._model_state(), self._optimizer_state()
+        contents = self._contents(model)
 
         def content() -> dict[str, Any]:
             for name, value in model.items():  # in place: the state_dict also has the versions of its modules
@@ -553,7 +560,7 @@ class TrainingState(ABC):
             return {
                 "model": model,
                 "optimizer": as_loadable(optimizer, "the optimizer's state_dict"),
-                "optimizer_class": self._optimizer_class.__name__,
+                "contents": contents,
                 "step": self.step_count,
                 **self._scaler_state(),
             }
@@ -565,13 +572,56 @@ class TrainingState(ABC):
         return check_file(path)
 
     def _load(self, path: Path) -> None:
-        """Read model, optimizer and ``step_count``. Called on all ranks."""
+        """Check the contents, then read model, optimizer and ``step_count``. Called on all ranks."""
         state: dict[str, Any] = torch.load(path, map_location=self._load_device(), weights_only=True)
-        check_optimizer_class(state["optimizer_class"], self._optimizer_class)
+        saved = self._check_contents(state)
+        optimizer, groups = state["optimizer"], self._group_names()
+        if self._saves_flat is None and saved["groups"] != groups:
+            optimizer = reorder_state(optimizer, saved["groups"], groups)
         self._module.load_state_dict(state["model"])
-        self._load_optimizer(state["optimizer"])
+        self._load_optimizer(optimizer)
         self._load_scaler(state)
         self.step_count = state["step"]
+
+    def _contents(self, state: Mapping[str, object]) -> dict[str, Any]:
+        """What a checkpoint holds: the part of it that :meth:`_check_contents` compares. JSON-serializable.
+
+        Args:
+            state: what :meth:`_model_state` returned.
+        """
+        groups, names = self._group_names(), self._names
+        frozen = {name for _, x, _ in self._trained if not x.requires_grad for name in names[id(x)]}
+        return describe_contents(state, self._optimizer_class, groups, sorted(frozen))
+
+    def _check_contents(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """Check that a checkpoint is one of this model and optimizer. ``_load`` calls it before it changes anything.
+
+        Args:
+            checkpoint: contains what :meth:`_contents` returned, as ``"contents"``.
+
+        Returns:
+            The checkpoint's contents.
+
+        Raises:
+            ValueError: it is one of another model or optimizer, with the names of what differs.
+        """
+        saved: dict[str, Any] | None = checkpoint.get("contents")
+        check_contents(saved, self._contents(self._model_state()), self._saves_flat)
+        assert saved is not None
+        return saved
+
+    def _group_names(self) -> Groups:
+        """The model's own names of the parameters in each parameter group of the optimizer."""
+        groups = self.optimizer.param_groups
+        return [[name for x in group["params"] for name in self._names[id(x)]] for group in groups]
+
+    def _names_in(self, parameter: nn.Parameter) -> Sequence[str]:
+        """The names of the parameters in a flat parameter, relative to its module. Empty if it is not flat."""
+        return ()
+
+    def _model_state(self) -> dict[str, Any]:
+        """The model's state_dict: tensors with whole shapes, by the model's own names. Called on all ranks."""
+        return self._module.state_dict()
 
     def _full_state_dict(self) -> dict[str, Tensor]:
         """The state of the whole model. Called on all ranks, so it may use the framework's collectives."""
@@ -747,13 +797,3 @@ class TrainingState(ABC):
         else:  # a part that the user calls directly, in which no wait is watched
             with self._mismatches_explained():
                 agree(self._world, _FORWARD, event.fields)
-
-
-def check_optimizer_class(saved: str, wanted: type) -> None:
-    """Refuse a checkpoint of another optimizer.
-
-    Raises:
-        ValueError: ``saved``, the name of the class in the checkpoint, is not the name of ``wanted``.
-    """
-    if saved != wanted.__name__:
-        raise ValueError(f"it holds the state of optimizer {saved}, but make_optimizer returned {wanted.__name__}")

@@ -39,6 +39,11 @@ WITHOUT = MappingProxyType(
 )
 
 
+WITHOUT_ZERO = MappingProxyType(
+    {**WITHOUT, "another order of parameters": "ZeRO stores flat parts of the parameters in the optimizer's order"}
+)
+
+
 SMALL_BUFFERS = {"reduce_bucket_size": 10_000, "stage3_prefetch_bucket_size": 10_000, "sub_group_size": 100_000}
 """Small buffers for ZeRO. The default buffers take gigabytes."""
 

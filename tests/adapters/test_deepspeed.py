@@ -28,7 +28,7 @@ from ring_backends.testing.world import World, on_every_rank
 
 pytest.importorskip("deepspeed")
 
-from deepspeed_cases import ADAPTER, HOPS, WITHOUT, parallelize_here, zero
+from deepspeed_cases import ADAPTER, HOPS, WITHOUT, WITHOUT_ZERO, parallelize_here, zero
 
 
 class TestDeepSpeed(AdapterTests):
@@ -40,7 +40,7 @@ class TestDeepSpeed(AdapterTests):
 
 class TestZeRO1(AllTrainingTests):
     adapter = ADAPTER
-    without = WITHOUT
+    without = WITHOUT_ZERO
     framework_options = MappingProxyType(zero(1))
     quick, more_cases = A_GRADIENT, False
 
@@ -52,7 +52,10 @@ class TestZeRO2(TestZeRO1):
 class TestZeRO3(AllTrainingTests):
     adapter = ADAPTER
     without = MappingProxyType(
-        {**WITHOUT, "parameters of some ranks": "ZeRO 3 gathers a module's parameters from all ranks when it is called"}
+        {
+            **WITHOUT_ZERO,
+            "parameters of some ranks": "ZeRO 3 gathers a module's parameters from all ranks when it is called",
+        }
     )
     framework_options = MappingProxyType(zero(3))
     quick, more_cases = A_GRADIENT, False

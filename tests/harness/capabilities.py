@@ -43,6 +43,7 @@ CAPABILITIES: Mapping[str, str] = {
     "gradient clipping": "parallelize(max_grad_norm=...) clips the norm of the whole gradient",
     "save and load": "a training state can be saved and loaded",
     "another ring size": "another number of ranks can load a checkpoint",
+    "another order of parameters": "a run with its parameters in another order, or frozen, can load a checkpoint",
     "fp64 parameters": "parallelize() trains fp64 parameters in fp64",
     "fp64 clipping": "parallelize(max_grad_norm=...) accepts a model with fp64 parameters",
     "tied parameters": "parallelize() accepts a model with one parameter in two places",

@@ -73,6 +73,8 @@ EVERY_ADAPTER = (
     "test_hops_counted_by_hand",
     "test_micro_batches_add_up_to_one_batch",
     "test_options_reach_the_ring",
+    "test_parameters_in_another_order_get_their_own_states",
+    "test_the_checkpoint_of_another_model_is_refused_by_name",
     "test_replicas_stay_the_same",
     "test_ring_and_data_ranks",
     "test_some_edge_cases_match_the_definition",

@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ring_backends.errors import RingMismatchError
 from ring_backends.testing.capabilities import core, requires
 from ring_backends.testing.failing_calls import ODD_RANK, ending
 from ring_backends.testing.marks import THOROUGH, matrix_but
+from ring_backends.testing.models import TwoLayers, randomize
 from ring_backends.testing.rings import FOUR, TWO, TWO_OF_TWO, RingSpec
 from ring_backends.testing.training_runs import Precision, Recipe, State, Trainer, TrainingSuite, every_precision
 from ring_backends.testing.world import World, on_every_rank
@@ -143,8 +145,158 @@ def damage(path: Path, file: Path, how: str) -> None:
     (path / file).write_bytes(content)
 
 
+def adam_of(model: nn.Module, how: str) -> Callable[[Any], torch.optim.Optimizer]:
+    """A ``make_optimizer`` of the trained parameters: one group in the model's order, or a group for biases."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        if how == "the model's":
+            return torch.optim.Adam(named.values(), lr=0.02)
+        groups = [
+            {"params": [named[name] for name in named if "bias" not in name], "lr": 0.02},
+            {"params": [named[name] for name in named if "bias" in name], "lr": 0.5},
+        ]
+        return torch.optim.Adam(groups[:: -1 if how == "biases first" else 1])
+
+    return make
+
+
+ORDERS = {
+    "model": ((0, 1), "the model's", (1, 0), "the model's"),
+    "groups": ((0, 1), "biases last", (1, 0), "biases first"),
+}
+"""The order of layers and the optimizer of the run that saves, and of the one that loads."""
+
+
+def steps_of(state: Any, number: int) -> State:
+    """Take steps of :class:`TwoLayers`. Returns the full state."""
+    for _ in range(number):
+        x = torch.full((2, 4), 0.3 * (1 + state.step_count + dist.get_rank()))
+        state.backward(state.loss((state.model(x, 0) - 2).square().sum(), 8))
+        state.step()
+    found: State = state.full_state_dict()
+    return found
+
+
+class Built(nn.Module):
+    """A model whose parts depend on the arguments. It trains its layers, except that it may freeze one of them."""
+
+    def __init__(
+        self,
+        layers: int = 2,
+        bias: bool = True,
+        buffer: bool = True,
+        dtype: torch.dtype = torch.float32,
+        shape: tuple[int, int] = (4, 2),
+        tied: bool = False,
+        frozen: bool = False,
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(*shape, bias=bias, dtype=dtype) for _ in range(layers))
+        if buffer:
+            self.register_buffer("scale", torch.ones(2))
+        if tied:
+            self.get_submodule("layers.1").weight = self.get_parameter("layers.0.weight")
+        self.layers[0].requires_grad_(not frozen)
+        randomize(self.named_parameters(), 4)
+        self.to(dtype)
+
+
+MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    "layers": ({"layers": 3}, "layers.2.weight"),
+    "biases": ({"bias": False}, "layers.0.bias"),
+    "buffer": ({"buffer": False}, "scale"),
+    "dtype": ({"dtype": torch.bfloat16}, "layers.0.weight: torch."),
+    "shape": ({"shape": (2, 4)}, "layers.0.weight: torch.float32 ["),
+    "tied": ({"tied": True}, "layers.1.weight"),
+    "frozen": ({"frozen": True}, "layers.0.weight"),
+}
+"""Differences from ``Built()``, and a text of the error."""
+
+LACKING = {"tied parameters": "tied", "frozen parameters": "frozen"}
+"""The models that an adapter without a capability does not train."""
+
+
+def set_version(path: Path, version: int) -> None:
+    """Change the version of a checkpoint. Version 1 has no contents."""
+    file = path if path.is_file() else path / MANIFEST
+    checkpoint = torch.load(file, weights_only=True) if path.is_file() else json.loads(file.read_text())
+    if version == 1:
+        del checkpoint["contents"]
+    else:
+        checkpoint["contents"]["version"] = version
+    if path.is_dir():
+        file.write_text(json.dumps(checkpoint))
+        return
+    torch.save(checkpoint, file)
+    sign(file)
+
+
 @requires("training", "save and load")
 class TrainingCheckpointTests(TrainingSuite):
+    @pytest.mark.parametrize("what", ORDERS)
+    @on_every_rank
+    def test_parameters_in_another_order_get_their_own_states(self, what: str, tmp_path: Path) -> None:
+        """Models and optimizers with the same parameters in another order: two steps more, or a refusal by name."""
+        layers, optimizer, other_layers, other_optimizer = ORDERS[what]
+        models = TwoLayers(layers), TwoLayers(other_layers)
+        made = [adam_of(model, how) for model, how in zip(models, (optimizer, other_optimizer), strict=True)]
+        first, second = (self.parallelize(*arguments) for arguments in zip(models, made, strict=True))
+        steps_of(first, 2)
+        first.save(tmp_path / "checkpoint")
+        before = steps_of(second, 1)
+        ended = ending(second.load, tmp_path / "checkpoint")
+        if "another order of parameters" in self.without:
+            ended.check(ValueError, "layers.0.weight (number ", "of parameter group 0, and number ")
+            torch.testing.assert_close(second.full_state_dict(), before, rtol=0, atol=0)
+            return
+        assert ended.error == "no error", ended
+        wanted, got = (steps_of(state, 2) for state in (first, second))
+        torch.testing.assert_close({name: got[name] for name in wanted}, wanted, rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("saves", [True, False], ids=["saves", "loads"])
+    @on_every_rank
+    def test_the_checkpoint_of_another_model_is_refused_by_name(self, saves: bool, tmp_path: Path) -> None:
+        """Each of the other models saves, or loads. A refusal changes neither model nor optimizer."""
+
+        def state_of(**changes: Any) -> Any:
+            model = Built(**changes)
+            return self.parallelize(model, adam_of(model, "the model's"))
+
+        usual, lacking = state_of(), {name for capability, name in LACKING.items() if capability in self.without}
+        usual.save(tmp_path / "usual")
+        for name in (name for name in MODELS if name not in lacking):
+            changes, text = MODELS[name]
+            other, path = state_of(**changes), tmp_path / (name if saves else "usual")
+            if saves:
+                other.save(path)
+            state = usual if saves else other
+            before = state.full_state_dict(), len(state.optimizer.state)
+            ending(state.load, path).check(ValueError, f"path = '{path}'", text)
+            after = state.full_state_dict(), len(state.optimizer.state)
+            torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+    @requires("frozen parameters")
+    @on_every_rank
+    def test_the_states_of_frozen_parameters_are_kept(self, tmp_path: Path) -> None:
+        """A run whose second layer is frozen loads a checkpoint and saves it again."""
+
+        def state_of(is_frozen: bool) -> Any:
+            model = TwoLayers()
+            model.get_submodule("layers.1").requires_grad_(not is_frozen)
+            return self.parallelize(model, partial(torch.optim.Adam, lr=0.02))
+
+        first, frozen, last = state_of(False), state_of(True), state_of(False)
+        steps_of(first, 2)
+        first.save(tmp_path / "first")
+        ended = ending(frozen.load, tmp_path / "first")
+        if "another order of parameters" in self.without:
+            ended.check(ValueError, "layers.1.weight (number 2 of parameter group 0, and not there)")
+            return
+        frozen.save(tmp_path / "again")
+        last.load(tmp_path / "again")
+        torch.testing.assert_close(steps_of(last, 2), steps_of(first, 2), rtol=1e-5, atol=1e-6)
+
     @every_precision
     @pytest.mark.parametrize("rings", matrix_but(TWO, of=(FOUR, TWO)), ids=["1x4", "2x2"])
     @on_every_rank
@@ -206,6 +358,40 @@ class TrainingCheckpointTests(TrainingSuite):
         resumed.state.load(path)
         loaded = {(group["lr"], type(group["lr"])) for group in resumed.state.optimizer.param_groups}
         assert loaded == {(0.25, float)}, loaded
+
+    @pytest.mark.parametrize("version", [1, 3])
+    @on_every_rank
+    def test_another_version_is_refused(self, version: int, tmp_path: Path) -> None:
+        """Checkpoints of version 1 had no description of their contents."""
+        path, state = tmp_path / "checkpoint", self.parallelize()
+        state.save(path)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            set_version(path, version)
+        dist.barrier()
+        text = f"it has version {version} of the format, but this version of ring_backends reads version 2"
+        ending(state.load, path).check(ValueError, f"path = '{path}'", text)
+
+    @on_every_rank
+    def test_loading_replaces_the_states_of_an_optimizer(self, tmp_path: Path) -> None:
+        """Load a checkpoint from before the first step after a step."""
+        first, second = (self.parallelize(TwoLayers(), partial(torch.optim.Adam, lr=0.02)) for _ in range(2))
+        first.save(tmp_path / "checkpoint")
+        steps_of(second, 1)
+        second.load(tmp_path / "checkpoint")
+        torch.testing.assert_close(steps_of(second, 2), steps_of(first, 2), rtol=1e-5, atol=1e-6)
+
+    @on_every_rank
+    def test_settings_that_keep_other_states(self, tmp_path: Path) -> None:
+        """An optimizer without momentum loads the state and the settings of one with momentum."""
+        first, second = (
+            self.parallelize(TwoLayers(), partial(torch.optim.SGD, lr=0.02, momentum=momentum)) for momentum in (0.9, 0)
+        )
+        steps_of(first, 2)
+        first.save(tmp_path / "checkpoint")
+        ended = ending(second.load, tmp_path / "checkpoint")
+        assert ended.error == "no error", ended
+        torch.testing.assert_close(steps_of(second, 2), steps_of(first, 2), rtol=1e-5, atol=1e-6)
 
     @on_every_rank
     def test_the_state_of_another_optimizer_is_refused(self, tmp_path: Path) -> None:
