@@ -46,7 +46,14 @@ from ring_backends.training.checkpoint_files import (
 )
 from ring_backends.training.contents import Groups, match_groups
 from ring_backends.training.describe import describe_model
-from ring_backends.training.reducer import device_of, mark_outputs, measure_divisor, modules_in_backward, probe
+from ring_backends.training.reducer import (
+    device_of,
+    is_eager_forward,
+    mark_outputs,
+    measure_divisor,
+    modules_in_backward,
+    probe,
+)
 from ring_backends.training.state import PARTS_BEHIND_LOSS, MakeOptimizer, TrainingState
 
 
@@ -188,9 +195,9 @@ class ShardedTraining(TrainingState):
         order = match_groups(groups, self._group_names())
         assert order is not None
         for index, group in zip(order, self.optimizer.param_groups, strict=True):
-            own = {name: group[name] for name in ("params", "param_names") if name in group}
+            settings[index].update((name, group[name]) for name in ("params", "param_names") if name in group)
             group.clear()
-            group.update({**settings[index], **own})
+            group.update(settings[index])
 
     @contextlib.contextmanager
     def _all_trained(self) -> Iterator[None]:
@@ -286,11 +293,53 @@ class FSDP2Training(ShardedTraining):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._was_trained: dict[Any, bool] = {}  # by FSDP2's objects of parameters
+        self.model.register_forward_pre_hook(self._settle_frozen, prepend=True)
         _reduce_gradients_of_all_parameters(self.model)
 
     def _sharded_parts(self) -> Iterator[tuple[str, nn.Module]]:
         parts: Iterator[tuple[str, nn.Module]] = self.model.named_modules()
         return ((name, part) for name, part in parts if isinstance(part, FSDPModule))
+
+    def _settle_frozen(self, *_: object) -> None:
+        """A forward pre-hook that applies changes of ``requires_grad`` since the last forward.
+
+        FSDP2 finds the dtypes of a group's gradients in the first forward, from the parameters that are trained then.
+        After a forward without a backward, a module holds a whole parameter in place of the shard in the optimizer.
+        The user may have frozen either of them.
+
+        Raises:
+            RuntimeError: parameters of several dtypes are trained in one group.
+        """
+        if not is_eager_forward():
+            return
+        for name, part in self._sharded_parts():
+            for group in _groups(cast(FSDPModule, part)):
+                if not self._apply_changes(group):
+                    continue
+                try:
+                    internal(group, "_init_mp_dtypes", "freezing with FSDP2")()
+                except AssertionError as error:
+                    for parameter in group.fsdp_params:  # the next call checks again
+                        del self._was_trained[parameter]
+                    raise RuntimeError(
+                        f"{name or 'the model'} has trained parameters of several dtypes, whose gradients FSDP2 cannot "
+                        "reduce together: freeze those of all dtypes but one, or shard them apart by blocks=."
+                    ) from error
+
+    def _apply_changes(self, group: Any) -> bool:
+        """Give the shard and the whole parameter the ``requires_grad`` that one of them has got. False: no change."""
+        is_changed = False
+        for parameter in group.fsdp_params:
+            was_trained = self._was_trained.get(parameter)
+            held = [parameter.sharded_param, *([parameter.unsharded_param] if group.is_unsharded else [])]
+            if any(tensor.requires_grad != was_trained for tensor in held):
+                is_trained = held[0].requires_grad if was_trained is None else not was_trained
+                for tensor in held:
+                    tensor.requires_grad_(is_trained)
+                self._was_trained[parameter] = is_trained
+                is_changed = True
+        return is_changed
 
     def _expect_micro_batch(self, *, ends_step: bool) -> None:
         cast(FSDPModule, self.model).set_requires_gradient_sync(ends_step)

@@ -187,6 +187,36 @@ def test_what_fsdp1_cannot_flatten_is_refused() -> None:
     ending(parallelize, {"strategy": "fsdp1"}, strided, TWO).check(ValueError, text)
 
 
+class TwoTypes(nn.Module):
+    """An fp32 layer and a frozen bf16 layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4).bfloat16().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second(self.first(x).bfloat16()).float()
+
+
+@on_every_rank
+def test_fsdp2_names_a_group_that_trains_parameters_of_two_dtypes() -> None:
+    """The second layer is frozen in the first step. The refusal comes before the forward, so training goes on."""
+    model, x = TwoTypes(), torch.ones(1, 4)
+    state = parallelize({}, model, TWO)
+
+    def step() -> None:
+        state.backward(state.loss(state.model(x).square().sum(), 1))
+        state.step()
+
+    step()
+    model.second.requires_grad_(True)
+    for _ in range(2):
+        ending(step).check(RuntimeError, "the model has trained parameters of several dtypes", "blocks=")
+    model.second.requires_grad_(False)
+    step()
+    assert state.step_count == 2
+
+
 class Named(nn.Module):
     """A model whose blocks have two names: by a second name of their parent, or of their list."""
 

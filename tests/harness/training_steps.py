@@ -21,12 +21,13 @@ from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import AT_ONCE, ODD_RANK, Ended, ending
 from ring_backends.testing.marks import MORE_CASES, THOROUGH, matrix_but
-from ring_backends.testing.models import Normalized, OneParameter, TwoLayers, unit_sgd, weight_of
+from ring_backends.testing.models import BlocksOfExperts, Normalized, OneParameter, TwoLayers, unit_sgd, weight_of
 from ring_backends.testing.rings import ONE_OF_TWO, TWO, TWO_OF_TWO, backend, ring_here
 from ring_backends.testing.training_checkpoints import save_and_load
-from ring_backends.testing.training_runs import Recipe, State, TrainingSuite
+from ring_backends.testing.training_runs import Recipe, State, TrainingSuite, check_moves
 from ring_backends.testing.unequal_ranks import NUM_RANKS, WIDTHS, Steps, check_experts, check_states, rows_of, sgd
 from ring_backends.testing.world import World, on_every_rank
+from ring_backends.training.reducer import fill_missing_gradients
 
 STEPS, COUNT = 3, 10
 
@@ -81,6 +82,50 @@ def train_two_layers_alone(change: str = "nothing") -> list[State]:
 def freeze_later(suite: AdapterSuite) -> tuple[Ended, list[State]]:
     states: list[State] = []
     return ending(lambda: states.extend(train_two_layers(suite, "frozen"))), states
+
+
+FROZEN = (("blocks.0.",), (), ("blocks.1.", "out."), ("blocks.",), ())
+"""The frozen parts of each pair of steps."""
+
+
+def set_frozen(model: nn.Module, step: int) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in FROZEN[step // 2]))
+
+
+def train_frozen_parts(suite: AdapterSuite, evaluates: bool, precision: torch.dtype | None) -> list[State]:
+    """Train with parts that are frozen in some steps. Returns the state before the first step and after each step."""
+    model, rank = BlocksOfExperts((4,)), dist.get_rank()
+    set_frozen(model, 0)
+    options: dict[str, Any] = {} if precision is None else {"mixed_precision": precision}
+    state = suite.parallelize(model, sgd, **options)
+    states = [state.full_state_dict()]
+    for step in range(2 * len(FROZEN)):
+        if step % 2 == 0:
+            if evaluates:
+                with torch.no_grad():
+                    state.model(rows_of(rank, 9), 0)
+            set_frozen(state.model, step)
+        while state.step_count == step:  # the scale of an fp16 loss begins too large
+            out = state.model(rows_of(rank, step), 0)
+            state.backward(state.loss(out.float().square().sum(), COUNT))
+            state.step()
+        states.append(state.full_state_dict())
+    return states
+
+
+def train_frozen_parts_alone() -> list[State]:
+    model = BlocksOfExperts((4,))
+    optimizer, states = sgd(model.parameters()), [{name: x.clone() for name, x in model.state_dict().items()}]
+    for step in range(2 * len(FROZEN)):
+        set_frozen(model, step)
+        optimizer.zero_grad()
+        for rank in range(NUM_RANKS):
+            (model(rows_of(rank, step), 0).square().sum() / (NUM_RANKS * COUNT)).backward()
+        fill_missing_gradients(model.parameters())
+        optimizer.step()
+        states.append({name: x.clone() for name, x in model.state_dict().items()})
+    return states
 
 
 LOSSES: dict[str, tuple[type[Exception], str, Callable[[Tensor], Any]]] = {
@@ -196,6 +241,27 @@ class TrainingStepTests(AdapterSuite):
         assert outcomes.pop(ODD_RANK).status == "died"
         for outcome in outcomes:
             assert outcome.raised(RingPeerError), outcome
+
+    @requires("frozen parameters")
+    @pytest.mark.parametrize("evaluates", matrix_but(True, of=(False, True)), ids=["", "evaluated"])
+    @pytest.mark.parametrize(
+        "precision",
+        [
+            pytest.param(None, marks=MORE_CASES),
+            pytest.param(torch.bfloat16, marks=pytest.mark.requires("mixed precision")),
+            pytest.param(torch.float16, marks=[pytest.mark.requires("mixed precision", "loss scaling"), MORE_CASES]),
+        ],
+        ids=["fp32", "bf16", "fp16"],
+    )
+    @on_every_rank
+    def test_parts_that_are_frozen_in_some_steps(self, precision: torch.dtype | None, evaluates: bool) -> None:
+        """Block 0 is frozen in the first forward, and trained later. Frameworks that cannot change it say so."""
+        states: list[State] = []
+        ended = ending(lambda: states.extend(train_frozen_parts(self, evaluates, precision)))
+        if ended.error != "no error":
+            ended.check(RuntimeError, "requires_grad of blocks.0.unused", "has changed since parallelize()")
+            return
+        check_moves(states, train_frozen_parts_alone(), 1e-5 if precision is None else 0.05, "frozen parts")
 
     @on_every_rank
     def test_gradients_before_parallelize_do_not_count(self) -> None:
