@@ -45,7 +45,7 @@ from ring_backends.training.checkpoint_files import (
     replace_folder,
 )
 from ring_backends.training.contents import Groups, match_groups
-from ring_backends.training.describe import describe_model
+from ring_backends.training.describe import describe_model, own_name
 from ring_backends.training.reducer import (
     device_of,
     is_eager_forward,
@@ -169,7 +169,10 @@ class ShardedTraining(TrainingState):
             set_model_state_dict(self.model, state["model"])
             self.optimizer.state.clear()
             if with_optimizer:
-                optimizer, options = {**state["optimizer"], "param_groups": groups}, StateDictOptions(strict=False)
+                torchs_names = {name: first for first, name in self._names_of_tied().items()}
+                states = _renamed(state["optimizer"]["state"], torchs_names)
+                optimizer: Any = {"state": states, "param_groups": groups}
+                options = StateDictOptions(strict=False)
                 set_optimizer_state_dict(self.model, self.optimizer, optimizer, options=options)
         self._load_scaler(manifest)
         self.step_count = state["step"]
@@ -215,10 +218,15 @@ class ShardedTraining(TrainingState):
     def _checkpoint(self, with_optimizer: bool) -> dict[str, Any]:
         state: dict[str, Any] = {"model": self._model_state(), "step": self.step_count}
         if with_optimizer:
-            state["optimizer"] = as_loadable(
-                get_optimizer_state_dict(self.model, self.optimizer), "the optimizer's state"
-            )
+            optimizer: dict[str, Any] = dict(get_optimizer_state_dict(self.model, self.optimizer))
+            optimizer["state"] = _renamed(optimizer["state"], self._names_of_tied())
+            state["optimizer"] = as_loadable(optimizer, "the optimizer's state")
         return state
+
+    def _names_of_tied(self) -> dict[str, str]:
+        """The names of tied parameters in a checkpoint, by torch's names, which depend on the model's order."""
+        by_first = {own_name(name): self._names[id(parameter)] for name, parameter, _ in self._trained}
+        return {first: names[0] for first, names in by_first.items() if len(names) == 1 and names[0] != first}
 
     saves_a_folder = True
 
@@ -242,6 +250,10 @@ def _read(reader: CheckpointReader, state: dict[str, Any]) -> None:
     """Read the values of ``state`` from a checkpoint, tensors in place."""
     with _failures_as_errors():
         load(state, storage_reader=reader, planner=CheckpointPlanner())
+
+
+def _renamed(states: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {names.get(name, name): values for name, values in states.items()}
 
 
 def _fit_states(states: dict[str, dict[str, Any]], saved: Collection[str]) -> None:

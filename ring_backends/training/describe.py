@@ -96,6 +96,13 @@ _OF_WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.", "_checkpoint_wrapped_mo
 """The parts of parameters' names that wrapping modules add."""
 
 
+def own_name(name: str) -> str:
+    """The name of a parameter without the parts of wrapping modules."""
+    for part in _OF_WRAPPERS:
+        name = name.replace(part, "")
+    return name
+
+
 def parameter_names(model: nn.Module, names_in: Callable[[nn.Parameter], Sequence[str]]) -> dict[int, list[str]]:
     """The model's own names of its parameters, by ``id``. A parameter in several places has its alphabetically first.
 
@@ -105,9 +112,7 @@ def parameter_names(model: nn.Module, names_in: Callable[[nn.Parameter], Sequenc
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         module = name[: name.rfind(".") + 1]
-        found = [module + inside for inside in names_in(parameter)] or [name]
-        for part in _OF_WRAPPERS:
-            found = [name.replace(part, "") for name in found]
+        found = [own_name(module + inside) for inside in names_in(parameter)] or [own_name(name)]
         names[id(parameter)] = min(names.get(id(parameter), found), found)
     return names
 

@@ -128,11 +128,14 @@ class BlocksOfExperts(nn.Module):
 class TwoLayers(nn.Module):
     """Two parallel layers of width 4. ``first`` chooses the order of their calls, ``layers`` which are called."""
 
-    def __init__(self, places: Sequence[int] = (0, 1)) -> None:
+    def __init__(self, places: Sequence[int] = (0, 1), tied: bool = False) -> None:
         super().__init__()
         self.layers = nn.ModuleList()
         for place in places:  # the order of registration
             self.layers.add_module(str(place), nn.Linear(4, 4))
+        if tied:
+            first, second = self.layers.children()
+            second.weight = first.weight
         randomize(sorted(self.named_parameters()), 3, 0.5)
 
     def forward(self, x: Tensor, first: int, layers: Sequence[int] = (0, 1)) -> Tensor:
