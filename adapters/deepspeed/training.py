@@ -70,7 +70,8 @@ class DeepSpeedTraining(TrainingState):
         if self._zero_stage:
             self._flattens = f"ZeRO {self._zero_stage} gives it flat parts of the parameters; use zero_stage=0"
         self.optimizer = self._make_optimizer(make_optimizer, model)
-        self._groups = super()._group_names()  # ZeRO will replace the parameters in the groups
+        # DeepSpeed removes groups without parameters, and ZeRO replaces the parameters in the groups.
+        self._groups = [names for names in super()._group_names() if names]
         if self._zero_stage and isinstance(self.optimizer, torch.optim.Adagrad):
             raise ValueError(
                 f"make_optimizer returned {type(self.optimizer).__name__}: ZeRO {self._zero_stage} replaces it by an "
@@ -82,11 +83,11 @@ class DeepSpeedTraining(TrainingState):
             )
         if type(self._engine.checkpoint_engine) is TorchCheckpointEngine:
             self._engine.checkpoint_engine.load = _load_tensors
-        if self._zero_stage or isinstance(self._engine.optimizer, BF16_Optimizer):
-            stage = f"ZeRO {self._zero_stage}" if self._zero_stage else "a bf16 engine"
+        if self._engine.optimizer is not self.optimizer:
+            what = f"ZeRO {self._zero_stage} stores" if self._zero_stage else "an engine with master weights stores"
             self._saves_flat = (
-                f"{stage} stores flat parts of the trained parameters in this order. Or use zero_stage=0 and fp32 "
-                "parameters for both runs"
+                f"{what} flat parts of the trained parameters in this order. Or use zero_stage=0 and fp32 parameters "
+                "for both runs"
             )
         self.model, self._num_groups = self._engine, len(self.optimizer.param_groups)
         self._refuse_copies("it is a DeepSpeed engine, which holds process groups and the optimizer")

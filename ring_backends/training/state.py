@@ -96,7 +96,7 @@ class TrainingState(ABC):
     """A model in training over data × ring. Its interface is the same for every framework.
 
     A subclass runs the framework's backward and step. It sets ``_module``, the module whose state_dict has the model's
-    own names; or it overrides ``_save``, ``_check``, ``_load`` and ``_full_state_dict``.
+    own names; or it overrides ``_save``, ``_check``, ``_load``, ``_model_state`` and ``_full_state_dict``.
 
     Attributes:
         model: the wrapped model, to be called in the forward.
@@ -505,9 +505,12 @@ class TrainingState(ABC):
     def load(self, path: StrPath) -> None:
         """Read a checkpoint that :meth:`save` wrote. All ranks make this call.
 
+        The settings of the optimizer become those of the checkpoint. The order of the parameters may differ, unless the
+        framework stores flat parts of them.
+
         Raises:
-            ValueError: the checkpoint is damaged, or is not one of the same adapter, model and optimizer. The model may
-                be partly loaded.
+            ValueError: the checkpoint is one of another adapter, model, optimizer or version, or its checksums do not
+                match; nothing has changed. Or a file of it cannot be read; the model may be partly loaded.
             OSError: the checkpoint cannot be read. If there is none, the error is both a FileNotFoundError and a
                 ValueError.
             RuntimeError: backward calls were made since the last step. Their gradients would count in the next one.

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,6 +133,16 @@ class TestZeRO:
         weight.data = weight.data.T
         ended = ending(parallelize_here, zero(1), model)
         ended.check(ValueError, "parameter layers.0.weight of model has strides (1, 4)")
+
+    @on_every_rank
+    def test_bf16_parameters_in_another_order_are_refused(self, tmp_path: Path) -> None:
+        """ZeRO 0 finds the fp32 master weights of a bf16 model by their order."""
+        first, second = (parallelize_here(zero(0), TwoLayers(order).bfloat16()) for order in ((0, 1), (1, 0)))
+        first.save(tmp_path / "checkpoint")
+        places = "layers.0.weight (number 0 of parameter group 0, and number 2 of parameter group 0)"
+        ending(second.load, tmp_path / "checkpoint").check(
+            ValueError, places, "an engine with master weights stores flat parts"
+        )
 
     @THOROUGH
     @pytest.mark.parametrize("stage", matrix_but(0, 3, of=range(4)))

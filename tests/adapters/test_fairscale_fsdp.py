@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from torch import nn
 from ring_backends.adapters import fairscale
 from ring_backends.adapters.fairscale import training
 from ring_backends.testing.capabilities import AdapterSuite
-from ring_backends.testing.failing_calls import ending
+from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.marks import needs_gpu
+from ring_backends.testing.models import TwoLayers
 from ring_backends.testing.rings import RingSpec
 from ring_backends.testing.training_runs import CASE, Recipe, State, Trainer, check_ranks, loss_sum, train_alone
 from ring_backends.testing.world import World, on_every_rank
@@ -69,25 +71,14 @@ class OneStream(dict[str, Any]):
     synchronize = wait_event = wait_stream
 
 
-def resume_without_a_gpu(path: str) -> tuple[State, State, State]:
-    """The parameters after three steps: by torch's Adam, by one rank, and by one that resumes after the second step."""
+@contextlib.contextmanager
+def without_a_gpu() -> Iterator[dict[str, Any]]:
+    """Let one rank train on its CPU. Yields the options of ``parallelize``."""
     stream, wrapper = OneStream(), FullyShardedDataParallel
 
     def set_up_streams(self: Any) -> None:
         self._streams, self._reducer = stream, fully_sharded_data_parallel.ReduceScatterBucketer()
 
-    def new_model(seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
-
-    def adam(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.Adam(parameters, lr=0.1)
-
-    def step(state: Any, index: int) -> None:
-        state.backward(state.loss(state.model(inputs[index]).square().sum(), 6))
-        state.step()
-
-    inputs = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(2))
     replaced = {"Stream": lambda: stream, "current_stream": lambda: stream, "synchronize": lambda: None}
     with (
         mock.patch.multiple(torch.cuda, stream=lambda chosen: contextlib.nullcontext(), **replaced),
@@ -96,7 +87,26 @@ def resume_without_a_gpu(path: str) -> tuple[State, State, State]:
         mock.patch.object(wrapper, "_setup_streams", set_up_streams),
         mock.patch.object(training, "fsdp_not_supported_reasons", return_value=[]),
     ):
-        options = {"strategy": "fsdp", "compute_device": torch.device("cpu")}
+        yield {"strategy": "fsdp", "compute_device": torch.device("cpu")}
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.1)
+
+
+def resume_without_a_gpu(path: str) -> tuple[State, State, State]:
+    """The parameters after three steps: by torch's Adam, by one rank, and by one that resumes after the second step."""
+
+    def new_model(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+
+    def step(state: Any, index: int) -> None:
+        state.backward(state.loss(state.model(inputs[index]).square().sum(), 6))
+        state.step()
+
+    inputs = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(2))
+    with without_a_gpu() as options:
         ring = fairscale.initialize()
         first, second = (fairscale.parallelize(new_model(seed), adam, ring, **options) for seed in (0, 1))
         step(first, 0)
@@ -115,6 +125,14 @@ def resume_without_a_gpu(path: str) -> tuple[State, State, State]:
     return dict(model.state_dict()), *trained
 
 
+def load_in_another_order(path: str) -> Ended:
+    with without_a_gpu() as options:
+        ring = fairscale.initialize()
+        first, second = (fairscale.parallelize(TwoLayers(order), adam, ring, **options) for order in ((0, 1), (1, 0)))
+        first.save(path)
+        return ending(second.load, path)
+
+
 class TestFairScaleFSDP(AdapterSuite):
     adapter = ADAPTER
 
@@ -130,6 +148,12 @@ class TestFairScaleFSDP(AdapterSuite):
         for name, parameter in wanted.items():
             torch.testing.assert_close(first[name], parameter)
             assert torch.equal(second[name], first[name]), name
+
+    def test_another_order_of_parameters_is_refused(self, tmp_path: Path) -> None:
+        with World(1) as alone:
+            (ended,) = alone.run(load_in_another_order, str(tmp_path / "checkpoint.pt"))
+        places = "layers.0.weight (number 0 of parameter group 0, and number 2 of parameter group 0)"
+        ended.check(ValueError, places, "FairScale's FSDP stores")
 
     @needs_gpu
     @pytest.mark.parametrize(
