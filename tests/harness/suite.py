@@ -73,7 +73,6 @@ EVERY_ADAPTER = (
     "test_hops_counted_by_hand",
     "test_micro_batches_add_up_to_one_batch",
     "test_options_reach_the_ring",
-    "test_parameters_in_another_order_get_their_own_states",
     "test_parameters_in_another_order_get_their_own_states[groups]",
     "test_parts_that_are_frozen_in_some_steps[bf16-evaluated]",
     "test_replicas_stay_the_same",
