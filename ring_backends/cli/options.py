@@ -78,7 +78,7 @@ dtype = partial(
 )
 layout = partial(ranks, "contiguous", help="How the sequence is sharded over the ring.")
 device = partial(ranks, "auto", help="auto: a GPU per rank if there are enough, else the CPU.")
-started_ranks = partial(ranks, 1, min=1, help="Ranks to start on this machine. Ignored under torchrun.")
+started_ranks = partial(ranks, 1, min=1, help="Ranks to start on this machine. Ignored under torchrun, srun or mpirun.")
 json = partial(files, None, metavar="FILE", help="Write all results to this file.")
 
 

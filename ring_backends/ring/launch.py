@@ -88,7 +88,7 @@ def refuse_launcher(what: str) -> None:
     if under_launcher():
         raise ValueError(
             f"nproc_per_node: a launcher has started this process as a rank, but {what} starts its own ranks; run the "
-            "command without torchrun or srun."
+            "command without torchrun, srun or mpirun."
         )
 
 

@@ -1,7 +1,8 @@
-"""Runs the programs and batch scripts of docs/clusters.md with real Slurm, Ray and Lightning.
+"""Runs the programs and batch scripts of docs/clusters.md with real Slurm, Open MPI, MPICH, Ray and Lightning.
 
 A test skips if its launcher is not installed, unless the environment variable RING_BACKENDS_NEEDS_CLUSTERS names it. In
-`tox run -e clusters` it is "accelerate,lightning,ray", and where Slurm is installed also "slurm".
+`tox run -e clusters` it is "accelerate,deepspeed,lightning,ray". `.ci/run` adds "slurm", "openmpi" and "mpich" where
+they are installed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -206,6 +208,54 @@ def test_pytorchjob(tmp_path):
     outputs = [pod.communicate(timeout=420) for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], outputs
     check_ring_output("".join(printed for printed, _ in outputs))
+
+
+def mpi_launcher(name: str) -> str:
+    """The program that starts processes for the MPI of this name, with options that every test needs."""
+    programs, says, package, options = {
+        "openmpi": (("mpirun.openmpi", "mpirun"), "Open MPI", "openmpi-bin", "--allow-run-as-root --oversubscribe"),
+        "mpich": (("mpiexec.hydra",), "HYDRA", "mpich", ""),
+    }[name]
+    for program in filter(None, map(shutil.which, programs)):
+        version = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60).stdout
+        if says in version:
+            return f"{program} {options}"
+    skip_without(name, f"{name} is not installed (Debian: {package}).")
+    raise AssertionError
+
+
+def of_command(command: str, folder: Path) -> str:
+    """The output of a command, which must succeed. It finds the programs of the folder, and of this environment."""
+    path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
+    # mpirun ends its processes after SIGTERM, but not after the SIGKILL of subprocess.run.
+    words = ["timeout", "240", *shlex.split(command)]
+    done = subprocess.run(words, cwd=folder, env=environment(PATH=path), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(("mpi", "port"), [("openmpi", ""), ("mpich", "-genv MASTER_PORT 23458")])
+def test_mpi(tmp_path, mpi, port):
+    start_two = f"{mpi_launcher(mpi)} {port} -n 2"
+    (tmp_path / "ring.py").write_text(code("getting-started.md", "ring.py"))
+    check_ring_output(of_command(f"{start_two} python ring.py", tmp_path))
+    options = "--seq-len 256 --steps 4 --save run.pt --json run.json --timeout 60"
+    output = of_command(f"{start_two} ring-backends train {options}", tmp_path)
+    assert output.count("native adapter, 1 ring of 2,") == 1, output
+    assert len(json.loads((tmp_path / "run.json").read_text())["bytes_sent"]) == 2
+
+
+def test_deepspeed_with_openmpi(tmp_path):
+    needs("deepspeed")
+    program, options = mpi_launcher("openmpi").split(" ", 1)
+    (tmp_path / "mpirun").symlink_to(program)  # DeepSpeed calls it by this name
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    source = code("getting-started.md", "ring.py")
+    (tmp_path / "ring.py").write_text(changed(source, ("import native as backend", "import deepspeed as backend")))
+    one_host = "--force_multi --no_ssh_check --hostfile hosts --master_addr 127.0.0.1"
+    to_mpirun = shlex.quote(f"{options} --mca btl_tcp_if_include lo")
+    command = f"deepspeed {one_host} --launcher openmpi --launcher_args {to_mpirun} ring.py"
+    check_ring_output(of_command(command, tmp_path))
 
 
 def last_line(output: str) -> str:

@@ -1,4 +1,4 @@
-"""What ``initialize`` reads from the environment variables of torchrun, Slurm and Kubernetes.
+"""What ``initialize`` reads from the environment variables of torchrun, Slurm, MPI's launchers and Kubernetes.
 
 tests/ring/test_clusters.py starts ranks with the launchers themselves.
 """
@@ -29,6 +29,34 @@ SRUN = {
 }
 """What srun sets for the last of five tasks on three nodes."""
 
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_RANK": "1",
+    "PMIX_NAMESPACE": "424411137",
+}
+"""What Open MPI's mpirun sets for the second of two processes on one host."""
+
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+"""What the mpiexec of MPICH and Intel MPI sets for the second of two processes on one host."""
+
+PALS = {
+    **{"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"},
+    **{"PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1", "PALS_APID": "9a04c0f1-3b0f"},
+}
+"""What the mpiexec of PALS sets for the sixth of eight processes, the second one on its host."""
+
+JSRUN = {
+    **{f"JSM_NAMESPACE_{name}": MPIRUN[f"OMPI_COMM_WORLD_{name}"] for name in ("RANK", "SIZE", "LOCAL_RANK")},
+    **{"JSM_NAMESPACE_LOCAL_SIZE": "2", "PMIX_RANK": "1", "PMIX_NAMESPACE": "1"},
+}
+"""What jsrun sets for the second of two processes on one host, without its copies in Open MPI's variables."""
+
+MVAPICH = {"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}
+MVAPICH |= {"MV2_COMM_WORLD_LOCAL_RANK": "1", "MV2_COMM_WORLD_LOCAL_SIZE": "2"}
+
 POD = {
     "MASTER_ADDR": "job-master-0",
     "MASTER_PORT": "23456",
@@ -45,7 +73,8 @@ POD = {
 
 @pytest.fixture(autouse=True)
 def no_launcher():
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PET_"))}
+    launchers = ("SLURM_", "PET_", "OMPI_", "JSM_", "MV2_", "PMI_", "PMIX_", "PALS_", "MPI_LOCAL")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         kept.pop(name, None)
     with mock.patch.dict(os.environ, kept, clear=True):
@@ -86,9 +115,53 @@ def test_variables_that_are_set_keep_their_values():
     assert found == {"RANK": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
-def test_torchrun_within_srun_keeps_its_variables():
+@pytest.mark.parametrize("outer", [SRUN, MPIRUN, HYDRA, {"PMIX_RANK": "1"}])
+def test_torchrun_within_another_launcher_keeps_its_variables(outer):
     torchrun = {"RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "gpu07", "MASTER_PORT": "1234", "LOCAL_RANK": "1"}
-    assert completed(**SRUN, **torchrun) == {}
+    assert completed(**outer, **torchrun) == {}
+
+
+SECOND_OF_TWO = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "port"),
+    [
+        (MPIRUN, "28184"),  # 15000 + crc32(b"424411137") % 15000
+        (JSRUN, "19583"),
+        ({**JSRUN, **MPIRUN, "PMIX_NAMESPACE": "1"}, "19583"),
+        ({**HYDRA, "MASTER_PORT": "29500"}, None),
+        ({**MVAPICH, "MASTER_PORT": "29500"}, None),
+    ],
+    ids=["mpirun", "jsrun", "jsrun with Open MPI's variables", "hydra", "mvapich"],
+)
+def test_a_process_of_mpi_gets_the_variables_of_torchrun(variables, port):
+    found = completed(**variables)
+    assert found == {**SECOND_OF_TWO, "MASTER_ADDR": "127.0.0.1", **({"MASTER_PORT": port} if port else {})}
+    assert launcher.under_launcher()
+    assert completed() == {}
+
+
+def test_processes_of_mpi_on_several_hosts():
+    """The launcher does not say where rank 0 is."""
+    found = completed(**PALS, MASTER_ADDR="node7")
+    assert found.pop("MASTER_PORT") == "19093"
+    assert found == {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+
+
+def test_mpi_within_slurm():
+    """``srun --mpi=…`` sets MPI's variables as well. mpirun and Hydra start their daemons by srun."""
+    rank, size = SRUN["SLURM_PROCID"], SRUN["SLURM_STEP_NUM_TASKS"]
+    for of_srun in ({"PMIX_RANK": rank}, {"PMI_RANK": rank, "PMI_SIZE": size}):
+        with mock.patch.dict(os.environ):
+            assert completed(**SRUN, **of_srun)["MASTER_ADDR"] == "gpu07"
+    alone = {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "PMIX_RANK": "0"}
+    with mock.patch.dict(os.environ):
+        assert completed(**alone) == {}
+    for by_daemon in (MPIRUN, {**HYDRA, "MASTER_PORT": "29500"}):
+        with mock.patch.dict(os.environ):
+            found = completed(**SRUN, **by_daemon)
+            assert {name: found[name] for name in SECOND_OF_TWO} == SECOND_OF_TWO
 
 
 @pytest.mark.parametrize(
@@ -98,8 +171,10 @@ def test_torchrun_within_srun_keeps_its_variables():
         # A batch script, outside of srun.
         {"SLURM_JOB_ID": "41", "SLURM_NTASKS": "5", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
         {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+        {**MPIRUN, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"},
+        {**HYDRA, "PMI_SIZE": "1", "PMI_RANK": "0"},
     ],
-    ids=["no launcher", "batch script", "one task"],
+    ids=["no launcher", "batch script", "one task", "one process of mpirun", "one process of hydra"],
 )
 def test_a_process_alone(variables):
     assert completed(**variables) == {}
@@ -147,6 +222,18 @@ def test_steps_at_the_same_time_have_different_ports():
         ({**SRUN, "WORLD_SIZE": "4"}, "WORLD_SIZE = 4, but srun has started 5 tasks: unset WORLD_SIZE"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE = 2, but not set: RANK, MASTER_ADDR, MASTER_PORT; start .* torchrun"),
         ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"}, "WORLD_SIZE = 2, but not set: MASTER_PORT"),
+        ({"RANK": "1"}, "RANK = 1, but not set: WORLD_SIZE; start .* torchrun"),
+        ({**MPIRUN, "RANK": "1"}, "RANK = 1, but not set: WORLD_SIZE"),
+        ({**MPIRUN, "WORLD_SIZE": "1"}, "WORLD_SIZE = 1, but OMPI_COMM_WORLD_SIZE = 2: unset WORLD_SIZE"),
+        (
+            {name: value for name, value in MPIRUN.items() if name != "OMPI_COMM_WORLD_LOCAL_RANK"},
+            "OMPI_COMM_WORLD_SIZE = 2, but not set: OMPI_COMM_WORLD_LOCAL_RANK; pass all variables",
+        ),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_SIZE = 2, but not set: MPI_LOCALRANKID, MPI_LOCALNRANKS"),
+        ({"PMIX_RANK": "0"}, "PMIX_RANK = 0: .* does not say how many there are; .* WORLD_SIZE, LOCAL_RANK"),
+        ({"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "3"}, "PALS_RANKID = 3: .* does not say how many"),
+        (HYDRA, "PMI_SIZE = 2, but not set: MASTER_PORT; .* -genv MASTER_PORT 29500 to mpiexec"),
+        (PALS, "PMI_SIZE = 8, of which 4 are on this host, but not set: MASTER_ADDR; .* -x MASTER_ADDR=<host"),
         ({"PET_NNODES": "2", "PET_NODE_RANK": "1"}, "WORLD_SIZE is not set, but PET_NNODES = 2: .* torchrun"),
         ({"PET_NNODES": "1:4"}, "WORLD_SIZE is not set, but PET_NNODES = 1:4"),
         (
