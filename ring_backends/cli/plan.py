@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,8 +55,8 @@ class PlanOptions(PatternOptions):
     command measures them on local ranks in a few seconds.
     """
 
-    ring_size: int = ranks(min=1, help="Ranks of the ring.")
-    heads: int = options.num_heads(8)
+    ring_size: int = ranks(min=1, max=65_536, help="Ranks of the ring.")
+    heads: int = options.num_heads(8, max=65_536)
     kv_heads: int | None = options.num_kv_heads()
     head_dim: int = options.head_dim()
     batch: int = attention(1, min=1, help="Sequences per call.")
@@ -153,9 +154,10 @@ def run(chosen: PlanOptions) -> None:
     dtype = resolve_dtype(chosen.dtype, torch.device("cuda" if on_gpu else "cpu"))
     layout = SequenceLayout(chosen.seq_len, chosen.ring_size, chosen.layout)
     schedule = RingSchedule(chosen.pattern(), layout, chosen.heads, chosen.kv_heads, chosen.causal)
+    cost = RingCost(schedule, chosen.batch, chosen.head_dim, dtype.itemsize)
     hardware, probe, source = _hardware(chosen, dtype, console)
     device_type = probe["device_type"] if probe else "cuda" if on_gpu else "cpu"
-    cost = RingCost(schedule, chosen.batch, chosen.head_dim, dtype.itemsize, device_type)
+    cost = dataclasses.replace(cost, device_type=device_type)
     hosts, memory = chosen.host_of_rank(), chosen.memory_bytes()
     estimate = Estimate(cost, hardware, memory)
     between_hosts = None if hosts is None else estimate.bytes_between_hosts(hosts)
@@ -262,7 +264,8 @@ def parse_bytes(name: str, text: str | None) -> int | None:
     """Parse ``"80GB"``, ``"40 GiB"`` or ``"1000000"`` into a number of bytes.
 
     Raises:
-        ValueError: the text is not a size of at least one byte. The message names the option.
+        ValueError: the text is not a size of at least one byte, or of at least 1,000,000 without a unit. The message
+            names the option.
     """
     if text is None:
         return None
@@ -271,9 +274,13 @@ def parse_bytes(name: str, text: str | None) -> int | None:
         raise ValueError(
             f"{name} = {text!r}: not a size in bytes; write a number and a unit, for example 80GB or 40GiB."
         )
-    size = int(float(found[1]) * _UNITS[found[2].lower()])
+    size = int(Fraction(found[1]) * _UNITS[found[2].lower()])
+    if not found[2] and size < 10**6:
+        raise ValueError(f"{name} = {text!r}: {text.strip()} bytes, as there is no unit; {text.strip()}GB? Add a unit.")
     if size < 1:
         raise ValueError(f"{name} = {text!r}: must be at least one byte; give a larger size.")
+    if size >= 2**62:
+        raise ValueError(f"{name} = {text!r}: must be below 2**62 bytes; give a smaller size.")
     return size
 
 

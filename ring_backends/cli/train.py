@@ -37,7 +37,7 @@ class TrainOptions(PatternOptions):
     dtype: options.Dtype = options.dtype("auto")
     kernel: str = _model("auto", metavar="NAME", help="A kernel that `ring-backends info` lists, or auto.")
     embed_dim: int = _model(128, min=1, help="Width of the model.")
-    num_layers: int = _model(2, min=1, help="Transformer blocks.")
+    num_layers: int = _model(2, min=1, max=10_000, help="Transformer blocks.")
     tied: bool = _model(False, help="Share the weight of the embedding with the output layer.")
     activation_checkpointing: bool = _model(
         False, help="Keep only the input of each block, and recompute the block in the backward."
@@ -48,7 +48,7 @@ class TrainOptions(PatternOptions):
         help="File to read as bytes. Repeat the option for more files. Default: the *.py files of the running "
         "Python's standard library, without its tests.",
     )
-    batch_size: int = _training(1, min=1, help="Sequences per step and ring.")
+    batch_size: int = _training(1, min=1, max=65_536, help="Sequences per step and ring.")
     steps: int = _training(20, min=1, help="Optimizer steps in total, including the steps of the resumed run.")
     lr: float = _training(3e-3, help="Learning rate of AdamW, reached in 4 warm-up steps.")
     max_grad_norm: float | None = _training(None, help="Clip the norm of the gradient to this value.")

@@ -50,6 +50,9 @@ _REMOTE_KEY_MOVES = {False: 0, True: 2 * _ADD}
 MAX_RING_SIZE = 65_536
 """The largest ring size that a search tries."""
 
+_MAX_STREAMS = 65_536  # pairs of a head and an offset in a branch, which are counted one by one
+_MAX_BYTES = 2**58  # of the tensors of all ranks; the numbers of bytes are int64
+
 
 @dataclass(frozen=True, eq=False)
 class RingCost:
@@ -63,7 +66,8 @@ class RingCost:
         device_type: type of the ranks' devices. It decides how finely hops, heads and tiles are cut.
 
     Raises:
-        ValueError, TypeError: ``batch``, ``head_dim`` or ``itemsize`` is not an int of at least 1.
+        ValueError, TypeError: ``batch``, ``head_dim`` or ``itemsize`` is not an int of at least 1, or the call is too
+            large to be counted: 2⁵⁸ bytes of tensors, or more than 65,536 pairs of a head and an offset in a branch.
     """
 
     schedule: RingSchedule
@@ -75,6 +79,22 @@ class RingCost:
     def __post_init__(self) -> None:
         for name in ("batch", "head_dim", "itemsize"):
             check_integer(name, getattr(self, name), 1)
+        given, pattern = self.schedule, self.schedule.pattern
+        rate = max(pattern.dilation_rates) if pattern.offset == "every" else 1
+        if given.num_heads * rate > _MAX_STREAMS:
+            offsets = f" and dilation_rates = {[*pattern.dilation_rates]} at every offset" if rate > 1 else ""
+            raise ValueError(
+                f"num_heads = {given.num_heads}{offsets}: at most {_MAX_STREAMS:,} heads × offsets are counted; give "
+                "fewer."
+            )
+        heads = 4 * (given.num_heads + given.kv_heads)
+        total = given.layout.seq_len * heads * self.batch * self.head_dim * self.itemsize
+        if total >= _MAX_BYTES:
+            raise ValueError(
+                f"seq_len = {given.layout.seq_len}, num_heads = {given.num_heads}, batch = {self.batch} and head_dim = "
+                f"{self.head_dim}: query, key, value, out and their gradients have {total:.1e} bytes; give less than "
+                f"{_MAX_BYTES:.1e}."
+            )
 
     @property
     def ring_size(self) -> int:
@@ -294,7 +314,8 @@ def smallest_rings(
         return next((size for size in sizes if size >= first and holds(cost.on_ring(size))), None)
 
     def fits(ring: RingCost) -> bool:
-        return int(ring.memory_bytes.max()) <= memory_bytes
+        without_schedule = ring.tensor_bytes + ring.lse_bytes  # known at once, even of a ring of 65,536 ranks
+        return int(without_schedule.max()) <= memory_bytes and int(ring.memory_bytes.max()) <= memory_bytes
 
     found = smallest(fits, 1)
     if found is None or hardware is None:

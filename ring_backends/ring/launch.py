@@ -103,9 +103,16 @@ def launch(target: Callable[..., Any], args: tuple[object, ...], num_ranks: int)
             set.
 
     Raises:
+        ValueError: ``num_ranks`` is more than this machine can run: 64, or eight per core if that is more.
         RankFailedError: a rank raised an exception or died. All other ranks have been stopped.
         KeyboardInterrupt: the user pressed Ctrl-C. All ranks have been stopped.
     """
+    most = max(64, 8 * num_cores())
+    if num_ranks > most:
+        raise ValueError(
+            f"nproc_per_node = {num_ranks}: this process may use {num_cores()} cores, which run at most {most} ranks; "
+            "start fewer."
+        )
     context = multiprocessing.get_context("spawn")
     processes: list[SpawnProcess] = []
     reports: list[Connection] = []

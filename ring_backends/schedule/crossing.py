@@ -67,8 +67,7 @@ class CrossingPieces:
         """How many hops the rows of each part make at each offset: int64 [parts, offsets], 0 for parts without rows.
 
         Rows travel to the last rank of their route that has a query row that sees them. If every piece of the segment
-        has a row at every offset, that rank is the last of the route. Otherwise, all pairs of a part and a piece of the
-        segment are examined.
+        has a row at every offset, that rank is the last of the route. Otherwise, it is searched for at each offset.
 
         Args:
             pieces: the pieces that the parts were cut from.
@@ -77,22 +76,64 @@ class CrossingPieces:
         num_rows, rows_of_pieces = self.num_rows(offsets, rate), pieces.num_rows(offsets, rate)
         reach = (self.hi - self.lo).unsqueeze(1).expand_as(num_rows).clone()
         rowless = pieces.segment_start[(rows_of_pieces == 0).any(1)]
-        if len(rowless):
-            source, target = _pairs(self.segment_start, pieces.segment_start, rowless)
-            lo, hi, rank = self.lo[source], self.hi[source], pieces.rank[target]
-            hop = ((rank - self.rank[source]) * self.direction[source]).remainder(hi - lo + 1)
-            hop *= (lo <= rank) & (rank <= hi)
-            if self.is_causal:
-                hop *= pieces.chunk[target] > self.chunk[source]
-            is_seen = rows_of_pieces[target] > 0
-            if band is not None:
-                first, first_query = self.first_row(offsets, rate)[source], pieces.first_row(offsets, rate)[target]
-                last, last_query = first + num_rows[source] - 1, first_query + rows_of_pieces[target] - 1
-                is_seen &= (first_query - last <= band) & (first - last_query <= band)
-            reach[torch.isin(self.segment_start, rowless)] = 0
-            hops = hop.unsqueeze(1) * is_seen
-            reach.scatter_reduce_(0, source.unsqueeze(1).expand_as(hops), hops, "amax")
+        sources = torch.isin(self.segment_start, rowless).nonzero().squeeze(1)
+        if len(sources):
+            first, first_query = self.first_row(offsets, rate), pieces.first_row(offsets, rate)
+            for column in range(len(offsets)):
+                targets = rows_of_pieces[:, column].nonzero().squeeze(1)
+                begin, end = self._seeing(pieces, sources, targets)
+                if band is not None:
+                    # Rows are numbered within a segment. Together with its start, they are in order of position.
+                    own, others = self.segment_start[sources], pieces.segment_start[targets]
+                    first_seen = own + first[sources, column] - band
+                    last_seen = own + (first + num_rows - 1)[sources, column] + band
+                    first_of_target = others + first_query[targets, column]
+                    last_of_target = first_of_target + rows_of_pieces[targets, column] - 1
+                    begin = begin.maximum(torch.searchsorted(last_of_target, first_seen))
+                    end = end.minimum(torch.searchsorted(first_of_target, last_seen, right=True))
+                reach[sources, column] = self._farthest(pieces, sources, targets, begin, end)
         return reach * (num_rows > 0)
+
+    def _seeing(self, pieces: CrossingPieces, sources: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The first of the targets whose queries may see each source, and the end of these: int64 [sources] each.
+
+        Args:
+            sources, targets: indices of parts and of pieces, in ascending order.
+        """
+        segment, segments = self.segment_start[sources], pieces.segment_start[targets]
+        begin, end = torch.searchsorted(segments, segment), torch.searchsorted(segments, segment, right=True)
+        if self.is_causal:
+            begin = begin.maximum(torch.searchsorted(pieces.chunk[targets], self.chunk[sources], right=True))
+        return begin, end
+
+    def _farthest(self, pieces: CrossingPieces, sources: Tensor, targets: Tensor, begin: Tensor, end: Tensor) -> Tensor:
+        """How many hops each source makes to the last of its targets on its route: int64 [sources].
+
+        Args:
+            sources, targets: as in :meth:`_seeing`.
+            begin, end: which of the targets see each source.
+        """
+        rank, lo, hi, direction = (x[sources] for x in (self.rank, self.lo, self.hi, self.direction))
+        hops = torch.zeros_like(rank)
+        ranks = pieces.rank[targets]
+        # In order of position, ranks rise to the last one. In a zigzag layout they then fall.
+        top = int((ranks.diff() >= 0).long().cumprod(0).sum()) + 1 if len(ranks) else 0
+        for sign, half in ((1, ranks[:top]), (-1, -ranks[top:])):
+            if not len(half):
+                continue
+            before = 0 if sign > 0 else top
+            own, lowest, highest = sign * rank, *((lo, hi) if sign > 0 else (-hi, -lo))
+            first = (begin - before).maximum(torch.searchsorted(half, lowest))
+            stop = (end - before).minimum(torch.searchsorted(half, highest, right=True))
+            # The route is cyclic, so the last rank is the nearest one behind the source, and else the farthest ahead.
+            below = torch.searchsorted(half, own).minimum(stop) - 1
+            below = torch.where(below < first, stop - 1, below)
+            above = torch.searchsorted(half, own, right=True).maximum(first)
+            above = torch.where(above >= stop, first, above)
+            last = torch.where(sign * direction > 0, below, above).clamp(0, len(half) - 1)
+            hop = ((sign * half[last] - rank) * direction).remainder(hi - lo + 1)
+            hops = hops.maximum(hop * (first < stop))
+        return hops
 
     def parts(self, layout: SequenceLayout, distance: int) -> CrossingPieces:
         """Cut the pieces into parts that are seen from the same chunks, and leave out what no other chunk sees.
@@ -120,19 +161,6 @@ class CrossingPieces:
         travels = first != last
         columns = (x[travels] for x in (chunk, segment_start, segment_stop, start, stop, first, last))
         return _with_routes(layout, *columns, is_causal=self.is_causal)
-
-
-def _pairs(of_sources: Tensor, of_targets: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
-    """The indices of all pairs of a source and a target that share one of the given segments.
-
-    Args:
-        of_sources, of_targets: the segment of each source and of each target, both in ascending order.
-    """
-    source = torch.isin(of_sources, segments).nonzero().squeeze(1)
-    first = torch.searchsorted(of_targets, of_sources[source])
-    count = torch.searchsorted(of_targets, of_sources[source], right=True) - first
-    within = torch.arange(int(count.sum()), device="cpu") - (count.cumsum(0) - count).repeat_interleave(count)
-    return source.repeat_interleave(count), first.repeat_interleave(count) + within
 
 
 def crossing_pieces(layout: SequenceLayout, segment_length: int, *, is_causal: bool) -> CrossingPieces:

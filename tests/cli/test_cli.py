@@ -113,6 +113,7 @@ def test_errors_of_the_parser(arguments: str) -> None:
         ("--save-every 2", "--save-every: there is no checkpoint without --save"),
         ("--json no/such/directory.json", "--json: json = 'no/such/directory.json'"),
         ("--text no-such-file", "--text: text = 'no-such-file': not a file"),
+        ("--nproc-per-node 10000", "--nproc-per-node: nproc_per_node = 10000: this process may use .* at most"),
         ("--seq-len 1000000000", "--text: .* with seq_len = 1,000,000,000: at least 2,000,000,002"),
     ],
 )

@@ -54,7 +54,7 @@ def test_the_command_prints_the_numbers_of_the_model(tmp_path: Path) -> None:
     [
         ("--seq-len 16 --ring-size 2", "At 16 tokens a ring of 2 does not pay"),
         ("--seq-len 64 --ring-size 1", "At 64 tokens a ring of 1 is one device, which takes"),
-        ("--seq-len 64 --ring-size 2 --memory 10", "no ring fits into 10 bytes per rank."),
+        ("--seq-len 64 --ring-size 2 --memory 10B", "no ring fits into 10 bytes per rank."),
         ("--seq-len 16 --ring-size 2 --memory 9MB", "has 1 rank, and none that fits pays."),
         ("--seq-len 99999 --ring-size 2 --memory 50MiB", "ranks, and pays."),
     ],
@@ -141,6 +141,14 @@ def test_without_constants_the_command_measures_them(tmp_path: Path) -> None:
         ("--dtype int8", "--dtype", "'int8'"),
         ("--layout spiral", "--layout", "'spiral'"),
         ("--memory much", "--memory", "'much'"),
+        ("--memory 80", "--memory", "80 bytes, as there is no unit; 80GB?"),
+        (f"--memory {'9' * 400}GB", "--memory", "must be below 2**62 bytes"),
+        ("--ring-size 65537", "--ring-size", "65536"),
+        ("--heads 65537", "--heads", "65536"),
+        ("--segment-lengths 65536 --dilation-rates 65536 --offset every", "dilation_rates = [65536]", "65,536 heads"),
+        ("--seq-len 1000000000000000", "--seq-len", "have 1.6e+19 bytes; give less"),
+        ("--head-dim 1000000000000000000", "head_dim = 1000000000000000000", "give less than 2.9e+17"),
+        ("--batch 1000000000000000000", "batch = 1000000000000000000", "give less than 2.9e+17"),
         ("--latency 0", "--latency", "0.0"),
         ("--bandwidth -1", "--bandwidth", "-1.0"),
         ("--probe nowhere.json", "--probe", "'nowhere.json'"),
@@ -155,6 +163,20 @@ def test_wrong_arguments_are_refused_by_name(arguments: str, option: str, messag
     error = refused(f"plan --seq-len 64 --ring-size 2 {GIVEN} {arguments}")
     assert option in error
     assert message in error
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--ring-size 4 --memory 80B", "no ring fits into 80 bytes per rank."),
+        ("--ring-size 4 --memory 80kB", "no ring fits into 80.0 kB per rank."),
+        # Fewer tokens per rank than the largest dilation rate, so that many ranks have no row.
+        ("--ring-size 65536", "a ring of 65,536 does not pay"),
+    ],
+)
+def test_hopeless_rings_are_counted_in_seconds(arguments: str, sentence: str) -> None:
+    assert sentence in shown(f"plan --seq-len 131072 {GIVEN} {arguments}")
 
 
 def test_seq_len_and_ring_size_have_to_be_given() -> None:
@@ -172,7 +194,14 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("80GB", 80 * 10**9), ("40 GiB", 40 * 2**30), ("1.5kib", 1536), ("17", 17), ("17B", 17), ("2TB", 2 * 10**12)],
+    [
+        ("80GB", 80 * 10**9),
+        ("40 GiB", 40 * 2**30),
+        ("1.5kib", 1536),
+        ("1000000", 10**6),
+        ("17B", 17),
+        ("2TB", 2 * 10**12),
+    ],
 )
 def test_sizes_with_units(text: str, size: int) -> None:
     assert parse_bytes("memory", text) == size

@@ -22,6 +22,7 @@ from ring_backends import DilatedPattern, RingSchedule, SequenceLayout
 from ring_backends.engine.wire_buffers import RowFormat, WireBuffer
 from ring_backends.kernels.gather_rows import gather
 from ring_backends.schedule.bands import Band
+from ring_backends.schedule.crossing import crossing_pieces
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.schedule.rank_plan import Message, Parcel, RankPlan, Step
 from ring_backends.schedule.rows import DilatedRows
@@ -286,6 +287,40 @@ def test_a_window_travels_as_far_as_it_must() -> None:
     assert schedule.rows_received.tolist() == [0, 100, 200, *[250] * 7]
     both = RingSchedule(pattern, SequenceLayout(1000, 10), 1)
     assert both.rows_received.tolist() == [250, 350, 450, *[500] * 4, 450, 350, 250]
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_rows_travel_to_the_last_rank_that_sees_them(data: st.DataObject) -> None:
+    """Also where ranks have no rows. The reference examines all pairs of a part and a piece."""
+    n = data.draw(st.integers(1, 120), "tokens")
+    layout = SequenceLayout(n, data.draw(st.integers(1, 16), "ring"), data.draw(LAYOUTS, "layout"))
+    length = data.draw(st.integers(1, n), "segment length")
+    rate = data.draw(st.integers(1, length), "rate")
+    pieces = parts = crossing_pieces(layout, length, is_causal=data.draw(st.booleans(), "causal"))
+    band = data.draw(st.none() | st.integers(0, length // rate), "band")
+    if band is not None:
+        parts = pieces.parts(layout, band * rate)
+    offsets = torch.tensor(sorted({0, rate // 2, rate - 1}))
+    rows, rows_of_pieces = (x.num_rows(offsets, rate).tolist() for x in (parts, pieces))
+    first, first_of_pieces = (x.first_row(offsets, rate).tolist() for x in (parts, pieces))
+    expected = torch.zeros(len(parts), len(offsets), dtype=torch.int64)
+    for source, target, at in itertools.product(range(len(parts)), range(len(pieces)), range(len(offsets))):
+        lo, hi, rank = int(parts.lo[source]), int(parts.hi[source]), int(pieces.rank[target])
+        is_later = pieces.chunk[target] > parts.chunk[source] or not parts.is_causal
+        is_same = parts.segment_start[source] == pieces.segment_start[target]
+        if is_later and is_same and lo <= rank <= hi and rows[source][at] and rows_of_pieces[target][at]:
+            key, query = first[source][at], first_of_pieces[target][at]
+            behind = query - (key + rows[source][at] - 1)
+            ahead = key - (query + rows_of_pieces[target][at] - 1)
+            if band is None or max(behind, ahead) <= band:
+                hop = (rank - int(parts.rank[source])) * int(parts.direction[source]) % (hi - lo + 1)
+                expected[source, at] = max(int(expected[source, at]), hop)
+    found = parts.reach(pieces, offsets, rate, band)
+    # Where every piece has a row, all rows travel to the end of the route.
+    rowless = pieces.segment_start[(pieces.num_rows(offsets, rate) == 0).any(1)]
+    crowded = ~torch.isin(parts.segment_start, rowless)
+    assert torch.equal(torch.where(crowded.unsqueeze(1), found, expected), found)
 
 
 def test_bytes_of_a_plain_ring() -> None:
