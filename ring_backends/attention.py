@@ -187,7 +187,9 @@ class RingDilatedAttention(nn.Module, ABC):
             value: [batch, local seq, key/value heads, value_dim], where ``value_dim`` may differ from ``head_dim``, as
                 in multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
             is_causal: whether a query sees only keys at or before its own global position.
-            seq_len: length of the global sequence, in tokens; None means local length × ring size.
+            seq_len: length of the global sequence, in tokens; None means local length × ring size. That assumes that
+                the rows are this rank's part, and that every rank has equally many. Nothing notices if they are whole
+                rows, or were sharded twice. With ``seq_len``, such rows are refused.
             key_padding_mask: bool [batch, local seq], True where a key is to be ignored.
             document_ids: int32 or int64 [batch, local seq], the document number of each row, if several documents are
                 packed into one sequence. A query sees only keys of its own document, and of these only the keys that

@@ -115,7 +115,7 @@ class RingDilatedMultiheadAttention(nn.Module):
         Args:
             x: [batch, local seq, embed_dim], in the dtype of the parameters.
             is_causal: a position sees only itself and earlier ones.
-            seq_len: length of the global sequence; local length × ring size if None.
+            seq_len: length of the global sequence; None is local length × ring size, for equally long parts.
             key_padding_mask: bool [batch, local seq], True = ignore this key.
             document_ids: int32 or int64 [batch, local seq]: a position sees its own document only. Rotary angles are
                 those of the position in the whole sequence. This changes nothing, because attention depends only on

@@ -197,7 +197,7 @@ class LongNet(nn.Module):
         Args:
             x: [batch, local seq, embed_dim], embeddings in the dtype of the parameters; or [batch, local seq], token
                 ids, int64 or int32. These are this rank's rows, as ``ring.shard`` cuts them.
-            seq_len: length of the global sequence. None: local length × ring size.
+            seq_len: length of the global sequence. None: local length × ring size, for equally long parts.
             key_padding_mask: bool [batch, local seq], True = ignore this key. To treat padding as
                 torchscale does, set the embeddings of padding to zero and pass no mask.
             caches: what :meth:`LongNetDecoder.new_caches` made. With ``seq_len``, ``x`` is this rank's part of a

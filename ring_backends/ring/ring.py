@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.agreement import Agreement
@@ -60,6 +61,8 @@ class Ring:
         timeout: the longest time from the beginning of a call to the end of its last wait for a peer.
         traffic: what this rank has sent. All layouts of the ring share it.
         adapter: name in the registry of the adapter whose ``initialize`` made the ring.
+        parts: for each living tensor that :meth:`shard` has returned, the dimension and this rank's number of rows. All
+            layouts of the ring share it.
     """
 
     size: int = 1
@@ -74,8 +77,11 @@ class Ring:
     timeout: timedelta = timedelta(seconds=300)
     traffic: Traffic = dataclasses.field(default_factory=Traffic)
     adapter: str = "native"
+    parts: WeakTensorKeyDictionary = dataclasses.field(
+        default_factory=WeakTensorKeyDictionary, repr=False, compare=False
+    )
 
-    _connections: ClassVar[tuple[str, ...]] = ("group", "agreement", "traffic")
+    _connections: ClassVar[tuple[str, ...]] = ("group", "agreement", "traffic", "parts")
     """The fields that a pickle leaves out."""
 
     def __post_init__(self) -> None:
@@ -112,12 +118,37 @@ class Ring:
         Returns:
             A copy, so that the whole tensor can be freed; in a ring of one, ``tensor`` itself. The backward pads the
             gradient with zeros, so the gradient of the whole tensor is the sum of the ranks' gradients.
+
+        Raises:
+            ValueError: this method has returned ``tensor``, so it is this rank's part already. A view or a copy of a
+                part is not noticed.
         """
         if self.size == 1:
             return tensor
         seq_len = tensor.shape[dim]
-        pieces = self.layout(seq_len).pieces(self.rank) if seq_len else (range(0),)
-        return torch.cat([tensor.narrow(dim, piece.start, len(piece)) for piece in pieces], dim)
+        if seq_len == 0:
+            return tensor.clone()
+        self.check_whole("tensor", tensor, dim)
+        pieces = self.layout(seq_len).pieces(self.rank)
+        part = torch.cat([tensor.narrow(dim, piece.start, len(piece)) for piece in pieces], dim)
+        if not torch.compiler.is_compiling():
+            self.parts[part] = dim % part.dim(), part.shape[dim]
+        return part
+
+    def check_whole(self, name: str, tensor: Tensor, dim: int = 1) -> None:
+        """Check that :meth:`shard` has not returned the argument ``name``, sharded along this dimension.
+
+        Raises:
+            ValueError: it has.
+        """
+        if torch.compiler.is_compiling():
+            return
+        if self.parts.get(tensor) == (dim % tensor.dim(), tensor.shape[dim]):
+            raise ValueError(
+                f"{name} is {[*tensor.shape]}: ring.shard returned it, so it is sharded along dim "
+                f"{dim % tensor.dim()} already; pass the whole tensor, or to attention this part with the seq_len of "
+                "the whole sequence."
+            )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def unshard(self, tensor: Tensor, dim: int = 1, seq_len: int | None = None) -> Tensor:

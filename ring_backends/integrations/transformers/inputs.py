@@ -60,12 +60,13 @@ def shard_inputs(
         over this rank's labels. For the gradient of the mean over all labels pass a sum to ``state.loss``.
 
     Raises:
-        ValueError: the length of a tensor differs from that of ``input_ids``; ``position_ids`` are not those of packed
-            documents; two arguments mark different documents; there are fewer tokens than ranks; or ``seq_len``,
-            ``document_ids`` or ``row_numbers`` is given.
+        ValueError: ``input_ids`` is sharded already; the length of another tensor differs; ``position_ids`` are not
+            those of packed documents; two arguments mark different documents; there are fewer tokens than ranks; or
+            ``seq_len``, ``document_ids`` or ``row_numbers`` is given.
     """
     for name in {"seq_len", "document_ids", "row_numbers"} & set(others):
         raise ValueError(f"{name} is given: shard_inputs() computes it; leave it out, and give position_ids.")
+    ring.check_whole("input_ids", input_ids)
     seq_len = input_ids.shape[1]
     given = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids, **others}
     positions, documents = _positions_and_documents(given, first_position)
