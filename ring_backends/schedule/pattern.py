@@ -226,6 +226,10 @@ def _positive_ints(name: str, values: Iterable[Any], others: tuple[None, ...] = 
     for index, value in enumerate(values):
         if value not in others:
             check_integer(f"{name}[{index}]", value, 1, advice="drop the branch or give a positive number")
+            if value >= 2**62:
+                raise ValueError(
+                    f"{name}[{index}] = {value}: must be below 2**62, since positions are int64; give less."
+                )
     return values
 
 

@@ -54,6 +54,7 @@ BAD_CALLS = {
     "w alone": _bad("segment_lengths = 4", error=TypeError, segment_lengths=4),
     "w a bool": _bad("segment_lengths[1] = True", error=TypeError, segment_lengths=[None, True], dilation_rates=[1, 1]),
     "w and more rates": _bad("segment_lengths", "1", "2", segment_lengths=[None], dilation_rates=[1, 1]),
+    "r = 2**62": _bad("dilation_rates[0] = 4611686018427387904: must be below 2**62", dilation_rates=[2**62]),
     "r a bool": _bad("dilation_rates[0] = True", error=TypeError, dilation_rates=[True]),
     "r None": _bad("dilation_rates[0] = None", error=TypeError, dilation_rates=[None]),
     "W = 0": _bad("window_lengths[0] = 0", "at least 1", window_lengths=[0]),
