@@ -44,6 +44,7 @@ from ring_backends.ring.calls import NOTHING, Call, Configuration, grace
 from ring_backends.ring.differences import all_equal, describe_differences
 from ring_backends.ring.notices import REFUSED, Notices, Report, error_of_reports
 from ring_backends.ring.stream_hops import FollowedHop, FollowedHops, StreamHop, StreamHopError
+from ring_backends.ring.watchdog import WATCHDOG
 
 
 @dataclass(eq=False)
@@ -105,6 +106,7 @@ class Agreement:
     _num_modules: int = 0
     _num_waits: int = 0
     _waiting: Wait | None = None
+    _failed_in: Call | None = None
     _ending: Any = field(default_factory=threading.Lock)
     _latest: deque[Call] = field(default_factory=lambda: deque(maxlen=64))
     _failure: str | None = None
@@ -304,6 +306,24 @@ class Agreement:
         """A number that grows with each call and each wait of this rank."""
         return self._num_waits + self._num_calls
 
+    def waits_in(self) -> str | None:
+        """The call in which this rank waits, or has waited in vain until its deadline; None if there is none."""
+        wait, call = self._waiting, self._failed_in
+        if wait is not None:
+            call = wait.call
+        elif call is None or time.monotonic() > call.end:
+            return None
+        return f"{call.position.get('order of calls', call.direction)} (call {call.number})"
+
+    def answer_from(self, place: str, *, unasked: bool = False) -> None:
+        """Tell ranks that have closed this ring that this rank waits in ``place``, a call of another ring.
+
+        Args:
+            unasked: also if no rank has closed this ring yet.
+        """
+        if self._failure is None and self._waiting is None and (unasked or self._notices.peer_has_closed()):
+            self._notices.answer_from(place)
+
     def end_vain_wait(self) -> None:
         """End this rank's wait if a rank has closed the ring, refused the call or made another one, or if it is late.
 
@@ -365,8 +385,11 @@ class Agreement:
                 followed, cause = self._stream_failure
                 call, what, self._stream_failure = followed.call, followed.what, None
                 seconds = max(1.0, grace(call.timeout))  # the others look at the store twice a second
+            self._failed_in = call
         reports = self._notices.collect_reports(report, call, seconds)
-        raise error_of_reports(reports, self.rank, what, call.timeout, cause) from cause
+        if any("place" in of_rank for of_rank in reports.values()):
+            WATCHDOG.answer_from(self)  # before this rank leaves, and answers no more
+        raise error_of_reports(reports, self.rank, self.size, what, call.timeout, cause) from cause
 
     def follow(self, call: Call, what: str, hop: StreamHop | None) -> None:
         """Follow a hop that a stream waits for, until it is over. ``hop`` is the result of the transfer's ``wait``.

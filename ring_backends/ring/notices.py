@@ -29,7 +29,8 @@ REFUSED = "refused"
 """The field under which a rank publishes why it refuses a call, in place of a configuration."""
 
 Report = dict[str, Any]
-"""``calls``: positions of a rank's latest calls by number. ``raised``: its own error. ``refused``: refused calls."""
+"""``calls``: positions of a rank's latest calls by number. ``raised``: its own error. ``refused``: refused calls.
+``place``: the call of another ring in which it waits, instead of the others."""
 
 
 @dataclass(eq=False)
@@ -127,6 +128,11 @@ class Notices:
         call_with_timeout(self._patience, publish, default=None)
         return cast(Report, json.loads(report))
 
+    def answer_from(self, place: str) -> None:
+        """Publish that this rank waits in ``place``, a call of another ring, and has not closed this one."""
+        report = json.dumps({"calls": {}, "raised": None, REFUSED: {}, "place": place})
+        call_with_timeout(self._patience, partial(self.store.set, f"failed/{self.rank}", report), default=None)
+
     def collect_reports(self, own: Report, call: Call, seconds: float) -> dict[int, Report]:
         """The reports by rank, of those ranks that publish one within ``seconds``, or refuse a call of this rank."""
         reports = {self.rank: own}
@@ -209,13 +215,13 @@ def _configuration_key(number: int, rank: int) -> str:
 
 
 def error_of_reports(
-    reports: Mapping[int, Report], rank: int, what: str, timeout: timedelta, cause: BaseException
+    reports: Mapping[int, Report], rank: int, size: int, what: str, timeout: timedelta, cause: BaseException
 ) -> RingMismatchError | RingPeerError:
     """The error that explains a failed wait.
 
     Args:
         reports: by ring rank; those of lost ranks are missing.
-        rank: this rank. Its report is there.
+        rank, size: ring rank, whose report is there, and ring size.
         what, timeout, cause: the wait that failed, its timeout, and how it failed.
     """
     for number in reports[rank]["calls"]:
@@ -240,6 +246,12 @@ def error_of_reports(
     if isinstance(cause, HeaderMismatchError):
         return RingMismatchError(
             f"{what}, but {cause}. Every rank must make the same calls in the same order with the same arguments."
+        )
+    places = [f"rank {other} waits in {end['place']}" for other, end in sorted(reports.items()) if "place" in end]
+    if places and len(reports) == size:
+        return RingPeerError(
+            f"{what}, but {' and '.join(places)} of another ring. Every rank must make the calls of all its rings in "
+            "the same order. If they do, a rank of the other ring has died or stalled; look at its log."
         )
     return RingPeerError(
         f"{what}, and the wait failed within the ring's timeout of {timeout.total_seconds():g} s: {cause}. A rank has "

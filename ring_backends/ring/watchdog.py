@@ -72,6 +72,7 @@ class Watchdog:
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
+        self._places: list[str] = []
 
     def add(self, ring: Agreement) -> None:
         """Watch a ring from now on."""
@@ -80,6 +81,15 @@ class Watchdog:
         if self._thread is None or not self._thread.is_alive():  # threads do not survive a fork
             self._thread = threading.Thread(target=self._run, name="ring_backends watch", daemon=True)
             self._thread.start()
+
+    def answer_from(self, failed: Agreement) -> None:
+        """Tell the ranks of the other rings that this one has waited in a call of ``failed``."""
+        with self._lock:
+            others = [ring for ring in self._rings if ring is not failed]
+        place = failed.waits_in()
+        if place is not None:
+            for ring in others:
+                ring.answer_from(place, unasked=True)
 
     def _run(self) -> None:
         seen: dict[int, int] = {}
@@ -90,12 +100,15 @@ class Watchdog:
         """Examine the waits that the last check has seen, and return the current waits."""
         with self._lock:
             rings = list(self._rings)
-        waits = {}
+        waits: dict[int, int] = {}
+        places = [place for ring in rings if (place := ring.waits_in()) is not None]
         for ring in rings:
             try:
                 ring.examine_stream()
                 wait = ring.wait_number()
                 if wait is None:
+                    if places and places == self._places:
+                        ring.answer_from(places[0])
                     continue
                 waits[id(ring)] = wait
                 if wait == seen.get(id(ring)):
@@ -104,6 +117,7 @@ class Watchdog:
                 _LOGGER.exception("the watchdog cannot examine a ring, and watches it no more")
                 with self._lock:
                     self._rings.discard(ring)
+        self._places = places
         return waits
 
     def stop(self, seconds: float) -> None:

@@ -221,3 +221,17 @@ class MismatchTests(AdapterSuite):
         shorten(ring)
         ended = ending(partial(ring.unshard, x) if ring.rank == ODD_RANK else call)
         ended.check(RingMismatchError, "order of calls", "unshard", within=SHORT + A_MOMENT)
+
+    @pytest.mark.matrix(reason="waits for a timeout of which the ranks use a quarter to tell where they are")
+    @on_every_rank
+    def test_calls_of_two_rings_in_another_order(self) -> None:
+        """One rank calls the module of one ring first, and the others that of another ring of the same ranks."""
+        calls = self.new_call(), self.new_call()
+        for call in calls:
+            call()
+        shorten(*(call.attention.ring for call in calls), seconds=8.0)
+        rank = calls[0].attention.ring.rank
+        ended = ending(calls[int(rank == ODD_RANK)])
+        others = [other for other in range(calls[0].attention.ring.size) if (other == ODD_RANK) != (rank == ODD_RANK)]
+        places = [f"rank {other} waits in attention 1 (call 1)" for other in others]
+        ended.check(RingPeerError, *places, "of another ring", "in the same order", within=8 + A_MOMENT)
