@@ -32,8 +32,8 @@ def capabilities_of(test: Callable[..., object]) -> set[str | None]:
 def test_every_capability_is_required_by_a_test() -> None:
     tests = [test for suite in (AdapterTests, HostTests) for name, test in inspect.getmembers(suite) if "test_" in name]
     required = set().union(*map(capabilities_of, tests))
-    # For adapters without "parameters of some ranks", tests expect an error. They are not skipped.
-    assert set(CAPABILITIES) == required - {None} | {"parameters of some ranks"}
+    # For adapters without these, tests expect an error. They are not skipped.
+    assert set(CAPABILITIES) == required - {None} | {"parameters of some ranks", "another order of parameters"}
 
 
 def test_ranks_get_the_settings_of_a_test_class() -> None:
