@@ -10,13 +10,13 @@ import contextlib
 import dis
 import inspect
 import itertools
-import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import lru_cache, partial
 from numbers import Number
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import torch
@@ -262,13 +262,14 @@ def _captured(function: Any) -> dict[str, object]:
         arguments = {f"argument {index}": x for index, x in enumerate(function.args)}
         return {**_captured(function.func), **arguments, **function.keywords}
     owner, own = _owner_and_code(function)
-    found = dict(getattr(owner, "__dict__", {}))
+    found: dict[str, object] = {}
     if owner is not None:
         names = _names_of(type(owner), own)
-        found = {name: x for name, x in found.items() if isinstance(x, Tensor) or name in names}
+        found |= {name: x for name, x in getattr(owner, "__dict__", {}).items() if isinstance(x, Tensor)}
+        found |= _attributes_of(owner, names)
     if isinstance(owner, nn.Module):
-        children = {name: x for name, x in owner.named_children() if name in names}
-        found |= {**dict(owner.named_parameters()), **dict(owner.named_buffers()), **children}
+        inside = *owner.named_parameters(), *owner.named_buffers(), *owner.named_children()
+        found |= {name: x for name, x in inside if name.partition(".")[0] in names}
     if own is not None:
         known = own.__globals__
         found |= {name: known[name] for name in _globals_of(own.__code__) if name in known}
@@ -302,6 +303,21 @@ def _names_of(owner: type, function: Any) -> set[str]:
     return names
 
 
+def _attributes_of(owner: object, names: Collection[str]) -> dict[str, object]:
+    """The attributes of an object and of its class with these names, without a call of a property."""
+    found = {}
+    for name in sorted(names):
+        value = inspect.getattr_static(owner, name, _ABSENT)
+        if isinstance(value, MemberDescriptorType):  # a slot
+            value = getattr(owner, name, _ABSENT)
+        if value is not _ABSENT:
+            found[name] = value
+    return found
+
+
+_ABSENT = object()
+
+
 @lru_cache(maxsize=256)
 def _names_in(code: CodeType) -> tuple[str, ...]:
     inner = (_names_in(x) for x in code.co_consts if isinstance(x, CodeType))
@@ -325,8 +341,9 @@ def _defaults_of(function: FunctionType) -> dict[str, object]:
 def read_values(function: ScoreMod) -> dict[str, tuple[object, int]]:
     """The tensors, numbers and texts that a score_mod reads besides its arguments, each with the version of a tensor.
 
-    They are found in closures, globals, defaults, arguments of functools.partial, attributes, lists and dictionaries,
-    and in the functions that it calls, but not in those of torch.
+    Members of an Enum and None count as numbers. All are found in closures, globals, defaults, arguments of
+    functools.partial, attributes, lists, sets and dictionaries, and in the functions that it calls, but not in those of
+    torch.
     """
     return dict(_read_by(function, 4))
 
@@ -340,21 +357,27 @@ def _read_in(name: str, value: Any, reader: Any, depth: int) -> Iterator[tuple[s
     if isinstance(value, Tensor):
         version = 0 if value.is_inference() else internal(value, "_version", "noticing a change of a tensor")
         yield name, (value, version)
-    elif isinstance(value, (Number, str)):
+    elif value is None or isinstance(value, (Number, str, Enum)):
         yield name, (value, 0)
-    elif not depth or getattr(value, "__module__", getattr(value, "__name__", "")).partition(".")[0] == "torch":
+    elif not depth or (_package_of(value) == "torch" and not isinstance(value, nn.Module)):
         return
-    elif isinstance(value, (list, tuple, dict)):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+    elif isinstance(value, (list, tuple, dict, set, frozenset)):
+        items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
+        for key, item in items.items() if isinstance(items, dict) else enumerate(items):
             yield from _read_in(f"{name}[{key!r}]", item, reader, depth - 1)
-    elif callable(value) and not isinstance(value, type):
-        for inner, read in _read_by(value, depth - 1):
-            yield f"{inner} of {name}", read
-    else:  # an object or a module, of which the function reads some attributes
+    else:  # a function, an object or a module, of which the function reads some attributes
+        if callable(value) and not isinstance(value, type):
+            for inner, read in _read_by(value, depth - 1):
+                yield f"{inner} of {name}", read
         own = _owner_and_code(reader)[1]
-        attributes = getattr(value, "__dict__", {})
-        for key in sorted({*attributes} & {*(_names_in(own.__code__) if own else ())}):
-            yield from _read_in(f"{name}.{key}", attributes[key], reader, depth - 1)
+        for key, attribute in _attributes_of(value, _names_in(own.__code__) if own else ()).items():
+            yield from _read_in(f"{name}.{key}", attribute, reader, depth - 1)
+
+
+def _package_of(value: object) -> str:
+    """The package that defines a function, the class of an object, or a module."""
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return str(name).partition(".")[0]  # functions of C may have None
 
 
 def captured_values(function: ScoreMod) -> str:
@@ -365,14 +388,20 @@ def captured_values(function: ScoreMod) -> str:
     for name, (value, _) in sorted(read_values(function).items()):
         if isinstance(value, Tensor):
             texts.append(f"{name} is {value.dtype} {[*value.shape]}")
-        elif not (isinstance(value, str) and _DEVICE.fullmatch(value)):
+        elif not (isinstance(value, str) and _names_device(value)):
             texts.append(f"{name} = {value!r}")
     text = ", ".join(texts)
     return text if len(text) <= 400 else f"{text[:400]}… #{zlib.crc32(text.encode()):08x}"
 
 
-_DEVICE = re.compile(r"[a-z]+(:\d+)?")
-"""The name of a device, which may differ between ranks."""
+@lru_cache(maxsize=256)
+def _names_device(text: str) -> bool:
+    """Whether a text names a device, which may differ between ranks."""
+    try:
+        torch.device(text)
+    except RuntimeError:
+        return False
+    return True
 
 
 def check_unchanged(function: ScoreMod, before: Mapping[str, tuple[object, int]]) -> None:
@@ -381,8 +410,10 @@ def check_unchanged(function: ScoreMod, before: Mapping[str, tuple[object, int]]
     Raises:
         RuntimeError: it does not.
     """
-    for name, (value, version) in read_values(function).items():
+    now = read_values(function)
+    for name in {**before, **now}:
         old, old_version = before.get(name, (None, -1))
+        value, version = now.get(name, (None, -2))
         is_same = value is old or (not isinstance(value, Tensor) and type(value) is type(old) and value == old)
         if not (is_same and version == old_version):
             raise RuntimeError(

@@ -6,6 +6,7 @@ The random cases of all other tests contain them too.
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import math
 import re
@@ -292,6 +293,25 @@ def test_what_a_function_reads_must_stay_until_the_backward(change: Any, is_nest
         out.backward(grad)
 
 
+@pytest.mark.parametrize("change", [lambda caps: caps.pop(), lambda caps: caps.__setitem__(0, None)])
+def test_numbers_that_are_gone_in_the_backward_are_noticed(change: Any) -> None:
+    caps: list[Any] = [2.0]
+    *rows, grad = (x.requires_grad_() for x in make())
+    out = attend(lambda score, *pair: score * caps[0] if caps and caps[0] else score, rows)
+    change(caps)
+    with pytest.raises(RuntimeError, match=r"caps\[0\] has changed since the forward"):
+        out.backward(grad)
+
+
+def test_a_captured_layer_must_stay_until_the_backward() -> None:
+    layer = nn.Embedding(64, HEADS).requires_grad_(False)
+    *rows, grad = (x.requires_grad_() for x in make())
+    out = attend(lambda score, b, head, q_idx, k: score + layer.weight[q_idx, head], rows)
+    layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="weight of layer has changed since the forward"):
+        out.backward(grad)
+
+
 @pytest.mark.parametrize("name", ["softcap", "alibi", "square"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("remembers", [False, True])
@@ -407,6 +427,14 @@ class Capped:
         return self.capped(score)
 
 
+@dataclass(slots=True)
+class SlottedCap:
+    cap: float
+
+    def __call__(self, score: Tensor, *pair: Tensor) -> Tensor:
+        return torch.tanh(score) * self.cap
+
+
 class CappedModule(nn.Module):
     def __init__(self, cap: float) -> None:
         super().__init__()
@@ -428,6 +456,22 @@ def with_settings(settings: Any) -> Any:
     return lambda score, *pair: torch.tanh(score) * settings.cap
 
 
+def of_class(cap: float) -> Any:
+    return with_settings(type("Settings", (), {"cap": cap})())
+
+
+def with_cap_of_itself(cap: float) -> Any:
+    def score_mod(score: Tensor, *pair: Tensor) -> Tensor:
+        return torch.tanh(score) * score_mod.cap  # type: ignore[attr-defined]
+
+    score_mod.cap = cap  # type: ignore[attr-defined]
+    return score_mod
+
+
+def with_choices(caps: Any) -> Any:
+    return lambda score, *pair: torch.tanh(score) * sum(caps)
+
+
 CAPS = SimpleNamespace(cap=1.0, name="unused")
 CAP = 1.0
 
@@ -438,7 +482,12 @@ CAPTURING: dict[str, Callable[[float], Any]] = {
     "default": with_default,
     "list in a dictionary": lambda cap: with_table({"all": [cap]}),
     "attribute of an object": lambda cap: with_settings(SimpleNamespace(cap=cap)),
+    "attribute of a class": of_class,
+    "attribute of a function": with_cap_of_itself,
+    "set": lambda cap: with_choices({cap, 1.0}),
     "attribute": Capped,
+    "slot": SlottedCap,
+    "slot of an object": lambda cap: with_settings(SlottedCap(cap)),
     "attribute of a module": CappedModule,
     "method": lambda cap: Capped(cap).__call__,
 }
@@ -466,6 +515,39 @@ def test_what_is_compared_of_what_a_function_captures(monkeypatch: pytest.Monkey
     one, two = (captured_values(with_table({"all": [1.0, *[0.0] * 999, last]})) for last in (1.0, 2.0))
     assert len(one) == len(two) < 420
     assert one != two
+
+
+class Shape(enum.Enum):
+    TANH = "tanh"
+    LINE = "line"
+
+
+@pytest.mark.parametrize("values", [("tanh", "line"), (Shape.TANH, Shape.LINE), (None, 2.0)], ids=str)
+def test_captured_choices_are_compared(values: tuple[object, object]) -> None:
+    one, two = (captured_values(lambda score, *pair, value=value: score) for value in values)
+    assert one != two
+
+
+class Attributes(dict[str, float]):
+    __getattr__ = dict.__getitem__
+
+
+def test_a_function_may_call_what_has_no_module() -> None:
+    calls: list[float] = []
+    note, attributes = calls.append, Attributes(cap=3.0)
+
+    def score_mod(score: Tensor, *pair: Tensor) -> Tensor:
+        note(1.0)
+        return torch.tanh(score) * attributes.cap
+
+    assert captured_values(score_mod) == "attributes['cap'] = 3.0"
+    assert torch.isfinite(attend(score_mod)).all()
+
+
+def test_parameters_that_a_method_does_not_name_are_not_read() -> None:
+    module = CappedModule(3.0)
+    module.weight = nn.Parameter(torch.zeros(2))
+    assert captured_values(module.forward) == "cap = 3.0"
 
 
 def applied(function: Any) -> Any:
