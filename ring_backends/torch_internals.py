@@ -44,11 +44,16 @@ def internal(owner: object, name: str, purpose: str) -> Any:
     return found
 
 
+def backward_id() -> int:
+    """A number of the backward that autograd is running in this thread, or −1."""
+    # torch's own checkpoint relies on this too.
+    task_id: int = internal(torch._C, "_current_graph_task_id", "a recomputation in a backward")()
+    return task_id
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward in this thread."""
-    # The id is -1 if no backward is running. torch's own checkpoint relies on this too.
-    task_id: int = internal(torch._C, "_current_graph_task_id", "a recomputation in a backward")()
-    return task_id != -1
+    return backward_id() != -1
 
 
 def has_values(tensor: Tensor) -> bool:

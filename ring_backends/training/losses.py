@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from ring_backends.schedule.checks import check_integer
+from ring_backends.torch_internals import backward_id
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
@@ -55,68 +59,83 @@ def chunked_cross_entropy(
         that are not ``ignore_index``.
 
     Raises:
-        ValueError: ``labels`` and ``rows`` have different shapes, or ``chunk_rows`` is below 1.
+        ValueError: ``labels`` and ``rows`` have different shapes, ``labels`` is not int64, or ``chunk_rows`` is below
+            1.
+        TypeError: ``chunk_rows`` is not an int.
     """
     if labels.shape != rows.shape[:-1]:
         raise ValueError(
             f"labels is {[*labels.shape]} and rows is {[*rows.shape]}: expected one label per row, "
             f"{[*rows.shape[:-1]]}."
         )
-    if chunk_rows < 1:
-        raise ValueError(f"chunk_rows = {chunk_rows}: must be at least 1.")
+    if labels.dtype != torch.int64:
+        raise ValueError(f"labels is {labels.dtype}: expected int64; convert it with .long().")
+    check_integer("chunk_rows", chunk_rows, 1)
 
     options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
 
     def loss_of(some_rows: Tensor, some_labels: Tensor) -> Tensor:
         return cross_entropy_sum(head(some_rows), some_labels, **options)
 
-    losses, sums = [], _SumsOverChunks()
-    for part in zip(rows.flatten(0, -2).split(chunk_rows), labels.flatten().split(chunk_rows), strict=True):
-        losses.append(checkpoint(loss_of, *part, use_reentrant=False))
-        sums.add_chunk(losses[-1], part[0])
+    parts = [*zip(rows.flatten(0, -2).split(chunk_rows), labels.flatten().split(chunk_rows), strict=True)]
+    losses = [checkpoint(loss_of, *part, use_reentrant=False) for part in parts]
+    _add_in_fp32(losses, parts[0][0].grad_fn)
     return torch.stack(losses).sum()
 
 
-class _SumsOverChunks:
-    """Adds the gradients of what the head captures, such as its weight, over the chunks in fp32.
+def _add_in_fp32(losses: Sequence[Tensor], rows: Node | None) -> None:
+    """Add the gradients of what the head captures, such as its weight, over the chunks in fp32.
 
     Autograd would add them in the dtype of each gradient. Hooks of the graph's nodes hold the gradients of all chunks
     back, and pass on their sum instead of the last one.
+
+    Args:
+        losses: of the chunks.
+        rows: the node of the rows, whose gradients differ between chunks.
     """
-
-    def __init__(self) -> None:
-        self._nodes: set[Node] = set()
-        self._sums: dict[tuple[object, int], _Sum] = {}
-
-    def add_chunk(self, loss: Tensor, rows: Tensor) -> None:
-        """Hold back the gradients that the backward of ``loss`` sends out of its chunk, but not those of ``rows``."""
-        chunk = [] if loss.grad_fn is None else [loss.grad_fn]
-        seen = {*chunk}
-        for node in chunk:  # the list grows
+    outside = {rows}
+    if len(losses) > 1:  # what two chunks share is outside of them, such as a weight that is computed before
+        first = {*_nodes_of(losses[0], outside)}
+        second = _nodes_of(losses[1], outside | first)
+        outside |= first & {target for node in second for target, _ in node.next_functions}
+    sums: defaultdict[tuple[object, int], _Sum] = defaultdict(_Sum)
+    for loss in losses:
+        for node in _nodes_of(loss, outside):
             for index, (target, output) in enumerate(node.next_functions):
-                if target is None or target is rows.grad_fn:
-                    continue
                 parameter = getattr(target, "variable", None)  # FSDP1 may give it a new node in each chunk
-                if parameter is not None or target in self._nodes:
-                    place = target if parameter is None else id(parameter), output
-                    total = self._sums.setdefault(place, _Sum())
+                if target is not rows and (parameter is not None or target in outside):
+                    total = sums[target if parameter is None else id(parameter), output]
                     total.expected += 1
                     node.register_hook(partial(total.hold_back, index))
-                elif target not in seen:
-                    seen.add(target)
-                    chunk.append(target)
-        self._nodes |= seen
+
+
+def _nodes_of(loss: Tensor, outside: Collection[Node | None]) -> list[Node]:
+    """The nodes of a chunk's graph, up to those ``outside`` and to leaves."""
+    nodes = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = {*nodes}
+    for node in nodes:  # the list grows
+        for target, _ in node.next_functions:
+            if not (target is None or target in outside or target in seen or hasattr(target, "variable")):
+                seen.add(target)
+                nodes.append(target)
+    return nodes
 
 
 class _Sum:
     """The sum of the gradients of one tensor. It holds no node of the graph, whose hooks hold it."""
 
     def __init__(self) -> None:
-        self.expected = self._arrived = 0
+        self.expected = 0
+        self._start(-1)
+
+    def _start(self, backward: int) -> None:
+        self._backward, self._arrived = backward, 0
         self._total: Tensor | None = None
 
     def hold_back(self, index: int, grads: Sequence[Tensor | None], of_outputs: object) -> tuple[Tensor | None, ...]:
         """A hook of a node: the node's gradients, of which that at ``index`` is held back or becomes the sum."""
+        if self._backward != backward_id():  # an earlier backward may have failed
+            self._start(backward_id())
         grad, total = grads[index], self._total
         if grad is not None:
             if total is None:
@@ -127,5 +146,5 @@ class _Sum:
         passed_on = None
         if self._arrived == self.expected:
             passed_on = total if grad is None or total is None else total.to(grad.dtype)
-            self._total, self._arrived = None, 0
+            self._start(self._backward)
         return *grads[:index], passed_on, *grads[index + 1 :]

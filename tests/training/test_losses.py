@@ -91,6 +91,43 @@ def test_a_backward_can_be_repeated() -> None:
     assert_near(*found)
 
 
+def test_backwards_through_a_part_of_the_heads_weight() -> None:
+    """A graph outside of the loss has backwards of its own, before and after that of the loss."""
+    rows, head, labels = make_inputs(torch.float64)
+    part = head.weight.sin()
+    weight = part + head.weight.cos()
+    (wanted,) = torch.autograd.grad(part.square().sum(), [head.weight], retain_graph=True)
+    got = chunked_cross_entropy(rows, lambda x: x @ weight.T, labels, chunk_rows=7)
+    loss = F.cross_entropy((rows @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum")
+    for _ in range(2):
+        assert_near(torch.autograd.grad(part.square().sum(), [head.weight], retain_graph=True), (wanted,))
+        leaves = [rows, head.weight]
+        assert_near(*(torch.autograd.grad(each, leaves, retain_graph=True) for each in (got, loss)))
+
+
+def test_a_backward_after_one_that_failed() -> None:
+    rows, head, labels = make_inputs(torch.float64)
+    num_chunks = 0
+
+    def fail_in_the_third_chunk(grad: Tensor) -> None:
+        nonlocal num_chunks
+        num_chunks += 1
+        if num_chunks == 3:
+            raise OSError("of this test")
+
+    def with_hook(some_rows: Tensor) -> Tensor:
+        logits: Tensor = head(some_rows)
+        logits.register_hook(fail_in_the_third_chunk)
+        return logits
+
+    leaves = [rows, *head.parameters()]
+    loss = chunked_cross_entropy(rows, with_hook, labels, chunk_rows=7)
+    with pytest.raises(OSError, match="of this test"):
+        torch.autograd.grad(loss, leaves, retain_graph=True)
+    wanted = torch.autograd.grad(chunked_cross_entropy(rows, head, labels, chunk_rows=7), leaves)
+    assert_near(torch.autograd.grad(loss, leaves), wanted)
+
+
 @THOROUGH
 def test_no_tensor_has_the_logits_of_all_rows() -> None:
     """131,072 rows and 128,000 words, without values."""
@@ -117,3 +154,7 @@ def test_bad_arguments_are_refused_by_name() -> None:
         chunked_cross_entropy(rows, head, labels[:, 1:])
     with pytest.raises(ValueError, match="chunk_rows = 0: must be at least 1"):
         chunked_cross_entropy(rows, head, labels, chunk_rows=0)
+    with pytest.raises(TypeError, match=r"chunk_rows = 2\.0: expected an int"):
+        chunked_cross_entropy(rows, head, labels, chunk_rows=2.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"labels is torch\.int32: expected int64"):
+        chunked_cross_entropy(rows, head, labels.int())
