@@ -46,6 +46,10 @@ def chunked_cross_entropy(
     the head computes in that dtype. These sums take the memory of the head's parameters in fp32.
     :func:`torch.compile` breaks the graph at this function.
 
+    If the head is sharded as a unit of its own, as with ZeRO-3 or among the ``blocks`` of FSDP, every chunk gathers its
+    weight. Then all ranks need the same number of chunks, so pad the sequences, with labels that are ignored, until the
+    ranks have equally many rows.
+
     Args:
         rows: [batch, local seq, features], the rows that enter the model's head.
         head: maps rows [n, features] to logits [n, vocabulary], such as ``model.lm_head``.
