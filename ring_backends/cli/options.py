@@ -110,8 +110,19 @@ class Options:
                 raise ValueError(f"{name} = {value!r}: unknown; choose one of {', '.join(choices)}.")
             if name in ("json", "plot", "save") and value is not None:
                 check_directory(name, value)
+            if name in ("json", "plot") and value is not None:
+                self._check_result(name, value)
             if name == "plot" and value is not None:
                 check_plot(value)
+
+    def _check_result(self, name: str, path: Path) -> None:
+        """Check that a file of results can be written, and replaces no other file of the command."""
+        if path.is_dir():
+            raise ValueError(f"{name} = {str(path)!r}: is a directory; give the path of a file.")
+        for other, value in vars(self).items():
+            paths = [x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, Path)]
+            if other != name and path.resolve() in [x.resolve() for x in paths]:
+                raise ValueError(f"{name} = {str(path)!r}: is {other}, too, and would replace it; give another path.")
 
 
 _Options = TypeVar("_Options", bound=Options)

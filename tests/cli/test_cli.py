@@ -112,6 +112,8 @@ def test_errors_of_the_parser(arguments: str) -> None:
         ("--resume", "--resume: there is no checkpoint without --save"),
         ("--save-every 2", "--save-every: there is no checkpoint without --save"),
         ("--json no/such/directory.json", "--json: json = 'no/such/directory.json'"),
+        ("--json .", r"--json: json = '\.': is a directory; give the path of a file"),
+        ("--json run --save run", "--json: json = 'run': is save, too, and would replace it; give another path"),
         ("--text no-such-file", "--text: text = 'no-such-file': not a file"),
         ("--nproc-per-node 10000", "--nproc-per-node: nproc_per_node = 10000: this process may use .* at most"),
         ("--seq-len 1000000000", "--text: .* with seq_len = 1,000,000,000: at least 2,000,000,002"),
@@ -119,6 +121,13 @@ def test_errors_of_the_parser(arguments: str) -> None:
 )
 def test_an_error_is_one_line_that_names_the_option(arguments: str, line: str) -> None:
     check_refusal(line, f"train {arguments}")
+
+
+def test_results_do_not_replace_an_input(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(bytes(1000))
+    (tmp_path / "link").symlink_to(text)
+    check_refusal("--json: .*: is text, too, and", f"train --seq-len 64 --text {text} --json {tmp_path / 'link'}")
 
 
 @THOROUGH
