@@ -6,6 +6,8 @@ import torch, so ``--help`` is fast. Nothing imports this package.
 
 from __future__ import annotations
 
+import io
+import sys
 import warnings
 from functools import partial
 from importlib import import_module
@@ -37,6 +39,7 @@ app = typer.Typer(
 
 def _run(module: str, options: Any) -> None:
     """Run a command on this rank."""
+    _print_every_text()
     import_module(f"ring_backends.cli.{module}").run(options)
 
 
@@ -78,4 +81,11 @@ def _options(
 
 def main() -> None:
     """Run the command line, and exit with the status of the command."""
+    _print_every_text()
     app()
+
+
+def _print_every_text() -> None:
+    """Print ? for letters that a locale without UTF-8 does not have. Python would raise an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import check_refusal, interrupt, invoke, kill, refused, run, shown, start
+from command_line import check_refusal, environment, interrupt, invoke, kill, refused, run, shown, start
 
 import ring_backends
 from ring_backends.cli.text import Document, standard_library_sources
@@ -224,6 +224,19 @@ def test_two_rings_train_on_the_windows_of_one(tmp_path: Path) -> None:
     one, _, _ = train(tmp_path, "--steps 3 --batch-size 4")
     two, _, _ = train(tmp_path, "--steps 3 --batch-size 2 --nproc-per-node 2 --ring-size 1")
     assert losses(two) == pytest.approx(losses(one), abs=1e-3)
+
+
+@THOROUGH
+def test_a_locale_without_utf_8(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"to be or not to be, " * 60)
+    train = f"-m ring_backends train {SMALL} --steps 1 --text text"
+    for arguments, wanted in {
+        "-m ring_backends train --help": "N,N,?",
+        train: r"loss \d\.\d+ \? \d\.\d+ in 1 steps",
+    }.items():
+        done = run(arguments.split(), tmp_path, environment(PYTHONIOENCODING="latin-1"))
+        assert done.returncode == 0, done.stderr
+        assert re.search(wanted, done.stdout)
 
 
 @THOROUGH
