@@ -244,7 +244,8 @@ class RingDilatedAttention(nn.Module, ABC):
             on_host = self.ring.size > 1 or inputs.dropout_seed is not None
             return compiled.attend(self._handle if on_host else None, inputs.tensors, inputs.options, constants)
         inputs, call = self._check_call(inputs)
-        return attend(inputs, RingExecutor(call, self._start(call, inputs, needs_gradients=inputs.needs_gradients)))
+        start = self._start(call, inputs, needs_gradients=inputs.needs_gradients)
+        return attend(inputs, RingExecutor(call, start, self.ring.report_refusals))
 
     def new_cache(self, max_len: int | None = None) -> KeyValueCache:
         """Make an empty cache of keys and values for :meth:`prefill` and :meth:`decode`.

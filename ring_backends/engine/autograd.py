@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -46,10 +47,16 @@ def no_hops(direction: str) -> None:
 
 @dataclass(frozen=True)
 class RingExecutor:
-    """Computes a call with the hops of its ring."""
+    """Computes a call with the hops of its ring. It alone computes calls with a score_mod.
+
+    Attributes:
+        start: waits until the ranks agree on a forward or backward.
+        report_refusals: wraps the checks before a backward, and reports their errors to the other ranks.
+    """
 
     call: AttentionCall
     start: Start = no_hops
+    report_refusals: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, int, AttentionInputs]:
         if self.start is not no_hops:
@@ -111,7 +118,8 @@ class _Attend(torch.autograd.Function):
             grad_out = torch.zeros_like(out)
         inputs = AttentionInputs.of(tensors, ctx.options)
         if ctx.read is not None:
-            check_unchanged(ctx.options["score_mod"], ctx.read)
+            with ctx.executor.report_refusals():
+                check_unchanged(ctx.options["score_mod"], ctx.read)
         grad_sinks = None
         with torch.no_grad(), without_autocast(out.device):
             grads = ctx.executor.backward(inputs, out, lse, grad_out, ctx.call_number)

@@ -33,6 +33,7 @@ from ring_backends.engine.call import check_call
 from ring_backends.engine.forward import forward
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels.score_mod import captured_values, identity
+from ring_backends.testing.failing_calls import AT_ONCE, Ended, ending
 from ring_backends.testing.marks import THOROUGH, matrix_but
 from ring_backends.testing.world import World
 
@@ -606,6 +607,23 @@ def check_one_that_fails(ring: Ring) -> None:
     own = ValueError, "failed with IndexError"
     reported = RingMismatchError, "rank 0 refused its arguments with ValueError"
     check_error(ring, score_mod, *(reported if ring.rank else own))
+
+
+def changed_here() -> Ended:
+    """Rank 1 changes a captured number between the forward and the backward."""
+    ring, caps = native.initialize(), [2.0]
+    rows = [ring.shard(x).requires_grad_() for x in make()[:3]]
+    module = native.RingDilatedAttention([None], [1], ring=ring)
+    out = module(*rows, score_mod=lambda score, *pair: torch.tanh(score) * caps[0], seq_len=LENGTH)
+    caps[0] += ring.rank
+    return ending(out.sum().backward)
+
+
+def test_a_change_on_one_rank_is_reported_to_all() -> None:
+    with World(2) as ranks:
+        other, own = ranks.run(changed_here)
+    own.check(RuntimeError, "caps[0] has changed since the forward")
+    other.check(RingMismatchError, "rank 1 refused its arguments with RuntimeError", within=AT_ONCE)
 
 
 @pytest.mark.parametrize("check", [check_different_functions, check_different_numbers, check_one_that_fails])
