@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import inspect
 import zlib
 from collections.abc import Iterable, Mapping
@@ -23,26 +24,28 @@ def describe(arguments: Mapping[str, Any]) -> dict[str, str]:
     """Return texts that differ if two arguments differ, by the names of their parts, such as ``processors[0].penalty``.
 
     A tensor is described by dtype, shape and a checksum; a function by its name, its code, its defaults and its
-    closure; another object by its class and by what pickle would store. What may differ between the ranks of one
-    program is left out: the index of a device, the rank in a ring, the files of a tokenizer, and the parameters of a
-    module, which may be sharded.
+    closure; another object by its class and by what pickle would store. An object that is found again is described by
+    its first name. What may differ between the ranks of one program is left out: the index of a device, the rank in a
+    ring, the files of a tokenizer, and the parameters of a module, which may be sharded.
     """
     fields: dict[str, str] = {}
-    for name, value in arguments.items():
-        _describe(fields, name, value, ())
+    seen: dict[int, tuple[str, Any]] = {}  # with the objects, so that no other one gets the id of one that has gone
+    left = [*reversed(arguments.items())]
+    while left:
+        name, value = left.pop()
+        if id(value) in seen:
+            fields[name] = f"the same object as {seen[id(value)][0]}"
+            continue
+        text, parts = _read(value)
+        if len(text) > _MAX_CHARACTERS:
+            text = f"{text[:_MAX_CHARACTERS]}… #{zlib.crc32(text.encode()):08x}"
+        if len(name) > _MAX_CHARACTERS:
+            name = f"{name[:_MAX_CHARACTERS]}… {len(fields)}"
+        fields[name] = text
+        if parts:
+            seen[id(value)] = name, value
+        left += [(f"{name}{part}", held) for part, held in reversed(parts.items())]
     return fields
-
-
-def _describe(fields: dict[str, str], name: str, value: Any, holders: tuple[int, ...]) -> None:
-    if id(value) in holders:
-        fields[name] = f"the object {len(holders) - holders.index(id(value))} levels above"
-        return
-    text, parts = _read(value)
-    fields[name] = (
-        text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}… #{zlib.crc32(text.encode()):08x}"
-    )
-    for part, held in parts.items():
-        _describe(fields, f"{name}{part}", held, (*holders, id(value)))
 
 
 def _read(value: Any) -> tuple[str, dict[str, Any]]:
@@ -73,7 +76,7 @@ def _read(value: Any) -> tuple[str, dict[str, Any]]:
         return f"{value.layout_kind} ring of {value.size}", {}
     if isinstance(value, nn.Module) or hasattr(value, "convert_tokens_to_ids"):  # a tokenizer holds paths of its files
         return kind.__qualname__, {}
-    if hasattr(value, "to_dict"):  # a configuration of transformers
+    if hasattr(value, "to_json_string"):  # a configuration of transformers
         return kind.__qualname__, _attributes(value.to_dict())
     return _read_object(value)
 
@@ -82,7 +85,8 @@ def _read_object(value: Any) -> tuple[str, dict[str, Any]]:
     """Read what pickle would store of an object: nothing if it cannot be pickled."""
     kind = type(value)
     try:
-        reduced = value.__reduce_ex__(4)
+        reduce = copyreg.dispatch_table.get(kind)
+        reduced = value.__reduce_ex__(4) if reduce is None else reduce(value)
     except Exception:
         reduced = ""
     if isinstance(reduced, str):  # the name of a function or of another global object
@@ -100,7 +104,13 @@ def _attributes(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _items(pairs: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
-    return {f"[{key!r}]": value for key, value in pairs}
+    items: dict[str, Any] = {}
+    for index, (key, value) in enumerate(pairs):
+        if isinstance(key, _PLAIN):
+            items[f"[{key!r}]"] = value
+        else:  # its repr may be an address
+            items |= {f" key {index}": key, f" value {index}": value}
+    return items
 
 
 def describe_tensor(tensor: Tensor) -> str:

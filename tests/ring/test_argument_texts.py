@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -33,6 +34,21 @@ def cyclic(value: Any) -> list[Any]:
     return items
 
 
+def linked(value: Any) -> Any:
+    """An automaton of 20 states, from each of which every other one can be reached."""
+    states = [SimpleNamespace(index=index) for index in range(20)]
+    for state in states:
+        state.next = dict(enumerate(states))
+    states[-1].value = value
+    return states[0]
+
+
+def nested(value: Any) -> Any:
+    for _ in range(5000):
+        value = [value]
+    return value
+
+
 class Slots:
     __slots__ = ("value",)
 
@@ -50,6 +66,14 @@ class Named(list[Any]):
 @dataclass
 class Record:
     value: Any
+
+
+@dataclass
+class Convertible:
+    value: Any
+
+    def to_dict(self, keys: Any) -> dict[Any, Any]:
+        return dict.fromkeys(keys, self.value)
 
 
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
@@ -73,6 +97,11 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "nested function": lambda value: reads(reads([value])),
     "partial": lambda value: partial(reads(0), factor=value),
     "cycle": cyclic,
+    "linked": linked,
+    "nested": nested,
+    "key": lambda value: {Slots(value): 0, Slots(0): 0},
+    "pattern": lambda value: re.compile(f"a{value}"),
+    "convertible": Convertible,
     "date": lambda value: date(2000 + value, 1, 1),
 }
 
@@ -83,7 +112,7 @@ def test_values_are_told_apart(wrap: Callable[[Any], Any]) -> None:
     one, again, other = (describe({"x": wrap(value)}) for value in (1, 1, 2))
     assert one == again
     assert one != other
-    assert not any("0x" in text or len(text) > 300 for text in one.values())
+    assert not any("0x" in text or len(text) > 300 for field in one.items() for text in field)
 
 
 def test_what_differs_between_ranks_of_one_program_is_left_out() -> None:

@@ -72,9 +72,10 @@ def generate(
     """
     with ring.report_refusals():
         inner = _check(model, ring, input_ids, attention_mask, generation_options)
-    given = {"input_ids": input_ids, "attention_mask": attention_mask, **generation_options}
-    given.pop("streamer", None)  # only shows the tokens, usually on one rank
-    agree(ring, "generate", describe(given))
+        given = {"input_ids": input_ids, "attention_mask": attention_mask, **generation_options}
+        given.pop("streamer", None)  # only shows the tokens, usually on one rank
+        described = describe(given)
+    agree(ring, "generate", described)
     max_new = generation_options.get("max_new_tokens")
     max_len = input_ids.shape[1] + max_new if isinstance(max_new, int) else None
     generation = Generation(inner, ring, max_len)
@@ -123,7 +124,7 @@ def _check(model: nn.Module, ring: Ring, input_ids: object, mask: object, option
         configured = (
             getattr(config, name, None) for config in (options.get("generation_config"), inner.generation_config)
         )
-        if any(value not in (None, False) for value in (options.get(name), *configured)):
+        if any(value is not None and value is not False for value in (options.get(name), *configured)):
             raise ValueError(f"{name} is given: not supported by a ring; {instead}.")
     if options.get("use_cache") is False:
         raise ValueError("use_cache = False: a ring generates with its caches; leave it out.")
