@@ -31,7 +31,7 @@ from ring_backends.ring.ring import Ring
 from ring_backends.training.checkpoint_files import StrPath, check_folder, read_manifest, replace_folder
 from ring_backends.training.contents import Groups, reorder_state
 from ring_backends.training.reducer import backward_order, measure_divisor, probe, with_ordered_gradients
-from ring_backends.training.state import ORDER, MakeOptimizer, TrainingState
+from ring_backends.training.state import ORDER, MakeOptimizer, TrainingState, copied
 
 
 class DeepSpeedTraining(TrainingState):
@@ -257,7 +257,9 @@ class DeepSpeedTraining(TrainingState):
     def _save(self, path: StrPath) -> None:
         """Write a folder with a DeepSpeed checkpoint. It replaces an earlier one once it is complete."""
         tag, client_state = f"step{self.step_count}", {"step_count": self.step_count}
-        holds = {**self._layout, "contents": self._contents(self._model_state()), "step": self.step_count}
+        model = self._model_state()
+        holds = {**self._layout, "contents": self._contents(model), "step": self.step_count}
+        self._loadable(model)
 
         def write(folder: Path) -> None:
             self._engine.save_checkpoint(os.fspath(folder), tag, client_state)
@@ -307,11 +309,12 @@ class DeepSpeedTraining(TrainingState):
     def _group_names(self) -> Groups:
         return self._groups
 
-    def _full_state_dict(self) -> dict[str, Tensor]:
+    def _full_state_dict(self) -> dict[str, Any]:
         whole = {}
-        for name, tensor in self._engine.module.state_dict(keep_vars=True).items():
-            with deepspeed.zero.GatheredParameters([tensor]):  # only ZeRO 3 shards tensors
-                whole[name] = tensor.detach().cpu().clone()
+        for name, value in self._engine.module.state_dict(keep_vars=True).items():
+            # Only ZeRO 3 shards tensors.
+            with deepspeed.zero.GatheredParameters([value] if isinstance(value, Tensor) else []):
+                whole[name] = copied(value)
         return whole
 
 

@@ -99,6 +99,14 @@ class ShardedTraining(FairScaleTraining):
 
     def _check_model(self, model: nn.Module) -> None:
         _check_options(self._options, _OSS_OPTIONS | _SHARDED_DDP_OPTIONS, "OSS and ShardedDataParallel")
+        others = [
+            f"{name}, a {type(x).__name__}" for name, x in model.state_dict().items() if not isinstance(x, Tensor)
+        ]
+        if others:
+            raise ValueError(
+                f"the model's state_dict has {', '.join(others[:8])}: ShardedDataParallel copies only tensors to the "
+                "other ranks; let get_extra_state return a tensor, or use another adapter."
+            )
         if self._options.get("group") is not self._options.get("process_group"):
             raise ValueError(
                 "group and process_group differ: OSS broadcasts the parameters whose gradients ShardedDataParallel "

@@ -54,7 +54,7 @@ from ring_backends.training.reducer import (
     modules_in_backward,
     probe,
 )
-from ring_backends.training.state import PARTS_BEHIND_LOSS, MakeOptimizer, TrainingState
+from ring_backends.training.state import PARTS_BEHIND_LOSS, MakeOptimizer, TrainingState, copied
 
 
 class ShardedTraining(TrainingState):
@@ -124,8 +124,8 @@ class ShardedTraining(TrainingState):
         self.model.zero_grad(set_to_none=True)
         return True
 
-    def _full_state_dict(self) -> dict[str, Tensor]:
-        return {name: tensor.detach().cpu().clone() for name, tensor in self._whole_state(self.model).items()}
+    def _full_state_dict(self) -> dict[str, Any]:
+        return {name: copied(value) for name, value in self._whole_state(self.model).items()}
 
     def _save(self, path: StrPath) -> None:
         """Write a folder of torch.distributed.checkpoint. It replaces an earlier one once it is complete."""
@@ -133,6 +133,7 @@ class ShardedTraining(TrainingState):
         state = self._checkpoint(with_optimizer=self.step_count > 0)
         holds = {"adapter": "fsdp", "contents": self._contents(state["model"]), "step": self.step_count}
         holds |= self._scaler_state()
+        state["model"] = self._loadable(state["model"])
 
         def write(folder: Path) -> None:
             with _failures_as_errors():
@@ -242,7 +243,7 @@ class ShardedTraining(TrainingState):
         """Clip the norm of the whole gradient, over all shards."""
 
     @abstractmethod
-    def _whole_state(self, module: nn.Module) -> dict[str, Tensor]:
+    def _whole_state(self, module: nn.Module) -> dict[str, Any]:
         """The unsharded state of a sharded module, by the module's own names, on every rank."""
 
 
@@ -371,7 +372,7 @@ class FSDP2Training(ShardedTraining):
     def _clip(self, max_norm: float) -> None:
         nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
-    def _whole_state(self, module: nn.Module) -> dict[str, Tensor]:
+    def _whole_state(self, module: nn.Module) -> dict[str, Any]:
         state = module.state_dict()
         return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in state.items()}
 
@@ -404,6 +405,10 @@ class FSDP1Training(ShardedTraining):
         if not isinstance(parameter, FlatParameter):  # as with use_orig_params=True
             return ()
         return cast(Sequence[str], internal(parameter, "_fqns", "the names of parameters in a FlatParameter"))
+
+    def _model_state(self) -> dict[str, Any]:
+        # torch expects the names without those of wrapping modules, but does not remove that of a compiled module.
+        return {own_name(name): value for name, value in super()._model_state().items()}
 
     def _sharded_parts(self) -> Iterator[tuple[str, nn.Module]]:
         parts: Iterator[tuple[str, nn.Module]] = self.model.named_modules()
@@ -439,8 +444,8 @@ class FSDP1Training(ShardedTraining):
     def _clip(self, max_norm: float) -> None:
         cast(FullyShardedDataParallel, self.model).clip_grad_norm_(max_norm)
 
-    def _whole_state(self, module: nn.Module) -> dict[str, Tensor]:
-        return cast(dict[str, Tensor], get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)))
+    def _whole_state(self, module: nn.Module) -> dict[str, Any]:
+        return cast(dict[str, Any], get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)))
 
 
 def _reduce_gradients_of_all_parameters(model: nn.Module) -> None:

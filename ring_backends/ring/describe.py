@@ -30,7 +30,7 @@ def describe(arguments: Mapping[str, Any]) -> dict[str, str]:
     """
     fields: dict[str, str] = {}
     seen: dict[int, tuple[str, Any]] = {}  # with the objects, so that no other one gets the id of one that has gone
-    left = [*reversed(arguments.items())]
+    left = [*arguments.items()][::-1]
     while left:
         name, value = left.pop()
         if id(value) in seen:

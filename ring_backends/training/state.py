@@ -20,6 +20,7 @@ saves shards into a folder.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import os
 from abc import ABC, abstractmethod
@@ -90,6 +91,11 @@ _ADVICE = {
     ORDER: _SAME_PARTS,
 }
 """What to do about a field that differs between the ranks."""
+
+
+def copied(value: Any) -> Any:
+    """A copy of a value of a state_dict: of a tensor, on the CPU."""
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 class TrainingState(ABC):
@@ -491,7 +497,7 @@ class TrainingState(ABC):
 
         Raises:
             ValueError: ``path`` is a folder that is not a checkpoint or a special file, or the optimizer has settings
-                that could not be loaded again.
+                or the model has an extra state that could not be loaded again.
             OSError, RuntimeError: rank 0 could not write the checkpoint. It raises the OSError; the other ranks raise a
                 RuntimeError with its message.
             RingMismatchError, RingPeerError: a rank makes another call, or is gone.
@@ -542,8 +548,10 @@ class TrainingState(ABC):
         """Whether rank 0 sees a checkpoint at ``path``. All ranks make this call."""
         return find_checkpoint(self._world, path) is not None
 
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def full_state_dict(self) -> dict[str, Any]:
         """The state of the whole model on every rank: CPU tensors by the model's own names, with rank 0's buffers.
+
+        Extra states of modules (``get_extra_state``) that are no tensors are copied as they are on this rank.
 
         Raises:
             RingMismatchError, RingPeerError: a rank makes another call, or is gone.
@@ -556,10 +564,9 @@ class TrainingState(ABC):
         """Write model, optimizer, ``step_count`` and :meth:`_contents`. Called on all ranks."""
         model, optimizer = self._model_state(), self._optimizer_state()
         contents = self._contents(model)
+        model.update(self._loadable(model))  # in place: the state_dict also has the versions of its modules
 
         def content() -> dict[str, Any]:
-            for name, value in model.items():  # in place: the state_dict also has the versions of its modules
-                model[name] = as_loadable(value, f"the model's state_dict[{name!r}]")
             return {
                 "model": model,
                 "optimizer": as_loadable(optimizer, "the optimizer's state_dict"),
@@ -626,9 +633,17 @@ class TrainingState(ABC):
         """The model's state_dict: tensors with whole shapes, by the model's own names. Called on all ranks."""
         return self._module.state_dict()
 
-    def _full_state_dict(self) -> dict[str, Tensor]:
+    def _full_state_dict(self) -> dict[str, Any]:
         """The state of the whole model. Called on all ranks, so it may use the framework's collectives."""
-        return {name: tensor.detach().cpu().clone() for name, tensor in self._module.state_dict().items()}
+        return {name: copied(value) for name, value in self._module.state_dict().items()}
+
+    def _loadable(self, model: Mapping[str, object]) -> dict[str, Any]:
+        """The model's state, with values that can be loaded again. If they cannot be on one rank, all raise."""
+
+        def convert() -> dict[str, Any]:
+            return {name: as_loadable(value, f"the model's state_dict[{name!r}]") for name, value in model.items()}
+
+        return do_on_all(self._world, "saving a checkpoint", convert, ValueError)
 
     def _optimizer_state(self) -> Any:
         """The state of the whole optimizer, at least on rank 0. Called on all ranks."""

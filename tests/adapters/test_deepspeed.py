@@ -19,11 +19,12 @@ from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import local_call
 from ring_backends.testing.failing_calls import ending
 from ring_backends.testing.marks import MORE_CASES
+from ring_backends.testing.models import WithExtraState
 from ring_backends.testing.rings import FOUR, ring_here, ring_of
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.suite import A_GRADIENT, EVERY_ADAPTER, AdapterTests, AllTrainingTests
 from ring_backends.testing.traffic import planned_hops
-from ring_backends.testing.training_checkpoints import Intruder, sign
+from ring_backends.testing.training_checkpoints import Intruder, check_extra_state, sign
 from ring_backends.testing.world import World, on_every_rank
 
 pytest.importorskip("deepspeed")
@@ -139,6 +140,13 @@ def test_code_in_a_checkpoint_is_not_run(stage: int, files: str, tmp_path: Path)
     dist.barrier()
     ending(state.load, path).check(ValueError, "UnpicklingError")
     assert not mark.exists()
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=MORE_CASES), 3])
+@on_every_rank
+def test_extra_states_of_modules(stage: int, tmp_path: Path) -> None:
+    model = WithExtraState({"seen": 3})
+    check_extra_state(model, parallelize_here(zero(stage), model), tmp_path / "run")
 
 
 @pytest.mark.matrix(reason="starts a process that imports the framework")

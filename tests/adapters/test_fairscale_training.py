@@ -17,7 +17,7 @@ from ring_backends.testing.calls import local_call
 from ring_backends.testing.capabilities import AdapterSuite
 from ring_backends.testing.failing_calls import ending
 from ring_backends.testing.marks import THOROUGH, matrix_but
-from ring_backends.testing.models import OneParameter, weight_of
+from ring_backends.testing.models import OneParameter, WithExtraState, weight_of
 from ring_backends.testing.rings import FOUR, TWO, RingSpec, ring_of
 from ring_backends.testing.training_runs import Recipe, State, Trainer, check_ranks, every_mesh, train, train_alone
 from ring_backends.testing.training_steps import check_hooks
@@ -170,6 +170,10 @@ class TestFairScaleTraining(AdapterSuite):
         made_by = type(state.optimizer.optim).__name__
         assert made_by == name, made_by
         torch.testing.assert_close(state.full_state_dict(), dict(alone.state_dict()), rtol=1e-5, atol=1e-6)
+
+    @on_every_rank
+    def test_extra_states_of_modules_are_refused(self) -> None:
+        ending(self.parallelize, WithExtraState(None), ring=self.ring()).check(ValueError, "_extra_state", "NoneType")
 
     @on_every_rank
     def test_optimizers_that_cannot_be_rebuilt_are_refused(self) -> None:

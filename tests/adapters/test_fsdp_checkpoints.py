@@ -15,9 +15,16 @@ import torch.distributed as dist
 from ring_backends.errors import RingPeerError
 from ring_backends.testing.failing_calls import ending
 from ring_backends.testing.marks import matrix_but
-from ring_backends.testing.models import TwoLayers
+from ring_backends.testing.models import TwoLayers, WithExtraState
 from ring_backends.testing.rings import FOUR, TWO, ring_of
-from ring_backends.testing.training_checkpoints import ADAM, five_steps, load_and_resume, save_and_load
+from ring_backends.testing.training_checkpoints import (
+    ADAM,
+    check_extra_state,
+    five_steps,
+    load_and_resume,
+    save_and_load,
+    steps_of,
+)
 from ring_backends.testing.training_runs import Trainer
 from ring_backends.testing.world import World, on_every_rank
 
@@ -74,6 +81,25 @@ def test_training_resumes_with_an_unused_parameter(tmp_path: Path, strategy: Str
     first.save(path)
     second.load(path)
     torch.testing.assert_close(go_on(second, 3), go_on(first, 3), rtol=0, atol=0)
+
+
+@every_strategy
+@on_every_rank
+def test_a_compiled_model_loads_its_checkpoint(tmp_path: Path, strategy: Strategy) -> None:
+    model: Any = torch.compile(TwoLayers(), backend="eager")
+    state = parallelize({"strategy": strategy}, model)
+    saved = state.full_state_dict()
+    state.save(tmp_path / "checkpoint")
+    steps_of(state, 1)
+    state.load(tmp_path / "checkpoint")
+    torch.testing.assert_close(state.full_state_dict(), saved, rtol=0, atol=0)
+
+
+@every_strategy
+@on_every_rank
+def test_extra_states_of_modules(tmp_path: Path, strategy: Strategy) -> None:
+    model = WithExtraState({"seen": 3})
+    check_extra_state(model, parallelize({"strategy": strategy}, model), tmp_path / "checkpoint")
 
 
 @pytest.mark.parametrize("leftover", matrix_but(".unfinished", of=("file", ".replaced", ".unfinished")))

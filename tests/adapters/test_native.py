@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -20,9 +21,10 @@ from ring_backends.testing.calls import call_here
 from ring_backends.testing.correctness import EDGE_CASES
 from ring_backends.testing.failing_calls import ending
 from ring_backends.testing.marks import THOROUGH, matrix_but
-from ring_backends.testing.models import unit_sgd
+from ring_backends.testing.models import WithExtraState, unit_sgd
 from ring_backends.testing.rings import FOUR, TWO, ring_here
 from ring_backends.testing.suite import AdapterTests
+from ring_backends.testing.training_checkpoints import check_extra_state
 from ring_backends.testing.training_steps import check_hooks
 from ring_backends.testing.unequal_ranks import WIDTHS, WINDOWS, check_experts
 from ring_backends.testing.world import World, on_every_rank
@@ -30,6 +32,12 @@ from ring_backends.testing.world import World, on_every_rank
 
 class TestNative(AdapterTests):
     adapter = ADAPTER
+
+
+@on_every_rank
+def test_extra_states_of_modules(tmp_path: Path) -> None:
+    model = WithExtraState({"seen": 3})
+    check_extra_state(model, native.parallelize(model, unit_sgd, ring_here(ADAPTER, TWO)), tmp_path / "checkpoint")
 
 
 @THOROUGH

@@ -144,6 +144,20 @@ class TwoLayers(nn.Module):
         return torch.stack([torch.sin((index + 1) * outs[index]) for index in layers]).sum(0)
 
 
+class WithExtraState(TwoLayers):
+    """A model with a value in its state_dict that is no tensor."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
 class Normalized(nn.Module):
     """A model with running statistics and with a buffer that is not in its state_dict."""
 

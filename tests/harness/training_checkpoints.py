@@ -25,7 +25,7 @@ from ring_backends.errors import RingMismatchError
 from ring_backends.testing.capabilities import core, requires
 from ring_backends.testing.failing_calls import ODD_RANK, ending
 from ring_backends.testing.marks import THOROUGH, matrix_but
-from ring_backends.testing.models import TwoLayers, randomize
+from ring_backends.testing.models import TwoLayers, WithExtraState, randomize
 from ring_backends.testing.rings import FOUR, TWO, TWO_OF_TWO, RingSpec
 from ring_backends.testing.training_runs import Precision, Recipe, State, Trainer, TrainingSuite, every_precision
 from ring_backends.testing.world import World, on_every_rank
@@ -177,6 +177,17 @@ def steps_of(state: Any, number: int) -> State:
         state.step()
     found: State = state.full_state_dict()
     return found
+
+
+def check_extra_state(model: WithExtraState, state: Any, path: Path) -> None:
+    """Check that the state {"seen": 3} of a module is saved, and a state that cannot be loaded is refused."""
+    assert state.full_state_dict()["_extra_state"] == {"seen": 3}
+    state.save(path)
+    model.extra = {"seen": 0}
+    state.load(path)
+    assert model.extra == {"seen": 3}
+    model.extra = len
+    ending(state.save, path).check(ValueError, "state_dict['_extra_state'] is a builtins.builtin_function_or_method")
 
 
 class Built(nn.Module):
