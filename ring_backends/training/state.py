@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import math
 import os
 from abc import ABC, abstractmethod
@@ -447,6 +448,15 @@ class TrainingState(ABC):
             optimizer = make_optimizer(model.parameters())
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise TypeError(f"make_optimizer returned {optimizer!r}: expected a torch.optim.Optimizer.")
+            parameters = inspect.signature(optimizer.step).parameters.values()
+            needed = [
+                x.name for x in parameters if x.default is x.empty and x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
+            ]
+            if needed:
+                raise ValueError(
+                    f"make_optimizer returned {type(optimizer).__name__}, whose step() needs {', '.join(needed)}: "
+                    "state.step() has only gradients; return an optimizer whose step() needs no arguments."
+                )
             made_of = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             others = made_of - names.keys()
             if others:
@@ -546,7 +556,7 @@ class TrainingState(ABC):
 
     def has_checkpoint(self, path: StrPath) -> bool:
         """Whether rank 0 sees a checkpoint at ``path``. All ranks make this call."""
-        return find_checkpoint(self._world, path) is not None
+        return find_checkpoint(self._world, self._text_of(path)) is not None
 
     def full_state_dict(self) -> dict[str, Any]:
         """The state of the whole model on every rank: CPU tensors by the model's own names, with rank 0's buffers.
@@ -681,9 +691,14 @@ class TrainingState(ABC):
         return do_on_all(self._world, f"loading {os.fspath(path)!r}", read_here, ValueError)
 
     def _agree_on_path(self, name: str, path: StrPath) -> None:
+        self._agree(name, {"path": self._text_of(path)})
+
+    def _text_of(self, path: StrPath) -> str:
         with self._world.report_refusals():
-            fields = {"path": os.fspath(path)}
-        self._agree(name, fields)
+            text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+            if not isinstance(text, str):
+                raise TypeError(f"path = {path!r}: expected a str or an os.PathLike; give that of a checkpoint.")
+        return text
 
     # Comparing with the other ranks
 

@@ -509,6 +509,13 @@ class CheckpointErrorTests(TrainingSuite):
             assert trainer.state.step_count == 0
 
     @on_every_rank
+    def test_other_types_of_paths_are_refused(self) -> None:
+        state = self.parallelize()
+        for path in (None, b"checkpoint"):
+            for call in (state.save, state.load, state.has_checkpoint):
+                ending(call, path).check(TypeError, f"path = {path!r}: expected a str or an os.PathLike")
+
+    @on_every_rank
     def test_a_missing_checkpoint_is_an_error(self, tmp_path: Path) -> None:
         ended = ending(self.trainer(ADAM).state.load, tmp_path / "none")
         ended.check(ValueError)

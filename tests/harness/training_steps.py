@@ -162,6 +162,7 @@ def die_in_backward(suite: AdapterSuite) -> None:
 
 
 OPTIMIZERS: dict[str, tuple[type[Exception], str, Any]] = {
+    "LBFGS": (ValueError, "returned LBFGS, whose step() needs closure", torch.optim.LBFGS),
     "another parameter": (ValueError, "1 parameters that the model does not have", lambda x: sgd([*x, torch.zeros(3)])),
     "left out": (ValueError, "make_optimizer leaves out", lambda parameters: sgd([next(iter(parameters))])),
     "none": (TypeError, "make_optimizer returned None", lambda parameters: None),
