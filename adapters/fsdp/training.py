@@ -380,7 +380,10 @@ class FSDP2Training(ShardedTraining):
 class FSDP1Training(ShardedTraining):
     """A model that FullyShardedDataParallel wraps."""
 
-    _flattens = "FSDP1 gives it flat parts of the parameters; use strategy='fsdp2'"
+    _flattens = (
+        "FSDP1 gives it flat parts of the parameters; use strategy='fsdp2' if torch supports the optimizer's DTensors, "
+        "or the native adapter"
+    )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._unreduced = contextlib.ExitStack()
