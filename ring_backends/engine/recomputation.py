@@ -46,7 +46,7 @@ def attend_as_operator(forward: Forward, inputs: AttentionInputs) -> tuple[Tenso
         out, lse, numbers = _operator(inputs.tensors, number)
     finally:
         del _forwards[number]
-    call_number, seed, *versions = numbers.tolist()
+    call_number, _, *versions = numbers.tolist()
     changed = [name for name, *pair in zip(TENSORS, versions, _versions(inputs), strict=True) if pair[0] != pair[1]]
     if changed:
         raise RuntimeError(
@@ -55,7 +55,7 @@ def attend_as_operator(forward: Forward, inputs: AttentionInputs) -> tuple[Tenso
             "region a clone() of it, or change it after the backward."
         )
     if inputs.dropout_seed is not None:
-        inputs = replace(inputs, dropout_seed=torch.tensor([seed]))
+        inputs = replace(inputs, dropout_seed=numbers[1:2])
     return out, lse, call_number, inputs
 
 
