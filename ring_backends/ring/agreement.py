@@ -321,8 +321,8 @@ class Agreement:
         Args:
             unasked: also if no rank has closed this ring yet.
         """
-        if self._failure is None and self._waiting is None and (unasked or self._notices.peer_has_closed()):
-            self._notices.answer_from(place)
+        if self._failure is None and self._waiting is None:
+            self._notices.answer_from(place, unasked=unasked)
 
     def end_vain_wait(self) -> None:
         """End this rank's wait if a rank has closed the ring, refused the call or made another one, or if it is late.

@@ -128,10 +128,26 @@ class Notices:
         call_with_timeout(self._patience, publish, default=None)
         return cast(Report, json.loads(report))
 
-    def answer_from(self, place: str) -> None:
-        """Publish that this rank waits in ``place``, a call of another ring, and has not closed this one."""
+    def answer_from(self, place: str, *, unasked: bool) -> None:
+        """Publish that this rank waits in ``place``, a call of another ring, if a rank has closed this ring.
+
+        Called repeatedly by the watchdog's thread, so a store that has failed is not asked again.
+
+        Args:
+            unasked: also if no rank has closed this ring yet.
+        """
         report = json.dumps({"calls": {}, "raised": None, REFUSED: {}, "place": place})
-        call_with_timeout(self._patience, partial(self.store.set, f"failed/{self.rank}", report), default=None)
+
+        def answer() -> None:
+            try:
+                if unasked or self.store.check(["failed"]):
+                    self.store.set(f"failed/{self.rank}", report)
+            except dist.DistError:
+                self._store_is_lost = True
+                raise
+
+        if not self._store_is_lost:
+            call_with_timeout(self._patience, answer, default=None, asker=self)
 
     def collect_reports(self, own: Report, call: Call, seconds: float) -> dict[int, Report]:
         """The reports by rank, of those ranks that publish one within ``seconds``, or refuse a call of this rank."""
