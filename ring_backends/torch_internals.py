@@ -44,6 +44,11 @@ def internal(owner: object, name: str, purpose: str) -> Any:
     return found
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor has been changed in place. Inference tensors do not count it."""
+    return 0 if tensor.is_inference() else cast(int, internal(tensor, "_version", "noticing a change of a tensor"))
+
+
 def backward_id() -> int:
     """A number of the backward that autograd is running in this thread, or −1."""
     # torch's own checkpoint relies on this too.

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from ring_backends.engine.inputs import TENSORS, AttentionInputs
-from ring_backends.torch_internals import has_values, in_dispatch_mode, internal, without_dispatch_modes
+from ring_backends.torch_internals import has_values, in_dispatch_mode, version_of, without_dispatch_modes
 
 Forward = Callable[[AttentionInputs], "tuple[Tensor, Tensor, int]"]
 """Computes one call. Returns out, LSE, and the number of the call in its ring."""
@@ -51,8 +51,8 @@ def attend_as_operator(forward: Forward, inputs: AttentionInputs) -> tuple[Tenso
     if changed:
         raise RuntimeError(
             f"{' and '.join(changed)} of an attention has been changed in place since the forward of a checkpointed "
-            "region, which keeps the result of the attention, so the gradient would be that of neither: give the "
-            "region a clone() of it, or change it after the backward."
+            "region. The region keeps the attention's result from before the change, so the gradient would be wrong: "
+            "give the region a clone(), or change the tensor after the backward."
         )
     if inputs.dropout_seed is not None:
         inputs = replace(inputs, dropout_seed=numbers[1:2])
@@ -61,10 +61,7 @@ def attend_as_operator(forward: Forward, inputs: AttentionInputs) -> tuple[Tenso
 
 def _versions(inputs: AttentionInputs) -> list[int]:
     """How often each tensor of a call has been changed in place. Autograd counts this."""
-    return [
-        -1 if x is None or x.is_inference() else internal(x, "_version", "noticing a change of a tensor")
-        for x in inputs.tensors
-    ]
+    return [-1 if x is None else version_of(x) for x in inputs.tensors]
 
 
 def _attend(tensors: Sequence[Tensor | None], number: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from ring_backends.kernels.constants import constant
 from ring_backends.kernels.dtype import without_autocast
 from ring_backends.kernels.merge import statistics_dtype
-from ring_backends.torch_internals import has_values, in_dispatch_mode, internal, without_dispatch_modes
+from ring_backends.torch_internals import has_values, in_dispatch_mode, version_of, without_dispatch_modes
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(score, batch, head, q_idx, kv_idx) -> score."""
@@ -355,8 +355,7 @@ def _read_by(function: Any, depth: int) -> Iterator[tuple[str, tuple[object, int
 
 def _read_in(name: str, value: Any, reader: Any, depth: int) -> Iterator[tuple[str, tuple[object, int]]]:
     if isinstance(value, Tensor):
-        version = 0 if value.is_inference() else internal(value, "_version", "noticing a change of a tensor")
-        yield name, (value, version)
+        yield name, (value, version_of(value))
     elif value is None or isinstance(value, (Number, str, Enum)):
         yield name, (value, 0)
     elif not depth or (_package_of(value) == "torch" and not isinstance(value, nn.Module)):

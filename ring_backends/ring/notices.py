@@ -23,7 +23,7 @@ from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.calls import Call, grace
 from ring_backends.ring.differences import all_equal, describe_differences
 from ring_backends.ring.stream_hops import HeaderMismatchError
-from ring_backends.ring.watchdog import call_with_timeout
+from ring_backends.ring.watchdog import Answer, call_with_timeout
 
 REFUSED = "refused"
 """The field under which a rank publishes why it refuses a call, in place of a configuration."""
@@ -131,23 +131,34 @@ class Notices:
     def answer_from(self, place: str, *, unasked: bool) -> None:
         """Publish that this rank waits in ``place``, a call of another ring, if a rank has closed this ring.
 
-        Called repeatedly by the watchdog's thread, so a store that has failed is not asked again.
-
         Args:
             unasked: also if no rank has closed this ring yet.
         """
         report = json.dumps({"calls": {}, "raised": None, REFUSED: {}, "place": place})
 
         def answer() -> None:
+            if unasked or self.store.check(["failed"]):
+                self.store.set(f"failed/{self.rank}", report)
+
+        self._ask_unless_lost(answer, default=None)
+
+    def _ask_unless_lost(self, ask: Callable[[], Answer], *, default: Answer) -> Answer:
+        """Call ``ask``, a request of the watchdog's thread; ``default`` if it or an earlier one has failed.
+
+        If the network is gone, torch may wait forever for the answer. The store is asked again only after it. If a
+        request has failed, the store is not asked again, since torch logs each failure at length.
+        """
+
+        def request() -> Answer:
             try:
-                if unasked or self.store.check(["failed"]):
-                    self.store.set(f"failed/{self.rank}", report)
+                return ask()
             except dist.DistError:
                 self._store_is_lost = True
                 raise
 
-        if not self._store_is_lost:
-            call_with_timeout(self._patience, answer, default=None, asker=self)
+        return (
+            default if self._store_is_lost else call_with_timeout(self._patience, request, default=default, asker=self)
+        )
 
     def collect_reports(self, own: Report, call: Call, seconds: float) -> dict[int, Report]:
         """The reports by rank, of those ranks that publish one within ``seconds``, or refuse a call of this rank."""
@@ -176,10 +187,6 @@ class Notices:
     def peer_stopped(self, call: Call, latest: Sequence[Call], *, with_refusals: bool = True) -> bool:
         """Whether a rank has closed the ring, refused a call of this rank, or made another one than rank 0.
 
-        Asked by the watchdog's thread. If the network is gone, torch may wait forever for the answer. The store is
-        asked again only after it. If a request has failed, the store is not asked again, since torch logs each failure
-        at length.
-
         Args:
             call: the call in which this rank waits.
             latest: the latest calls of this rank.
@@ -187,18 +194,14 @@ class Notices:
         """
 
         def ask() -> bool:
-            try:
-                if self.store.check(["failed"]) or self._differs_from_rank0(latest):
-                    return True
-                return with_refusals and (
-                    self.store.check([f"refused/{call.number}"])
-                    or bool(self._refused_by({str(made.number) for made in latest}))
-                )
-            except dist.DistError:
-                self._store_is_lost = True
-                raise
+            if self.store.check(["failed"]) or self._differs_from_rank0(latest):
+                return True
+            return with_refusals and (
+                self.store.check([f"refused/{call.number}"])
+                or bool(self._refused_by({str(made.number) for made in latest}))
+            )
 
-        return not self._store_is_lost and call_with_timeout(self._patience, ask, default=False, asker=self)
+        return self._ask_unless_lost(ask, default=False)
 
     def _differs_from_rank0(self, latest: Sequence[Call]) -> bool:
         """Rank 0 publishes digests of its latest calls when it waits long, and the other ranks compare theirs."""

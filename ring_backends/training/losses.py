@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ring_backends.schedule.checks import check_integer
 from ring_backends.torch_internals import backward_id
+from ring_backends.training.reducer import nodes_behind
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
@@ -97,32 +98,20 @@ def _add_in_fp32(losses: Sequence[Tensor], rows: Node | None) -> None:
         losses: of the chunks.
         rows: the node of the rows, whose gradients differ between chunks.
     """
-    outside = {rows}
+    outside: set[Node | None] = {rows}
     if len(losses) > 1:  # what two chunks share is outside of them, such as a weight that is computed before
-        first = {*_nodes_of(losses[0], outside)}
-        second = _nodes_of(losses[1], outside | first)
+        first = {*nodes_behind(losses[0], outside)}
+        second = nodes_behind(losses[1], outside | first)
         outside |= first & {target for node in second for target, _ in node.next_functions}
     sums: defaultdict[tuple[object, int], _Sum] = defaultdict(_Sum)
     for loss in losses:
-        for node in _nodes_of(loss, outside):
+        for node in nodes_behind(loss, outside):
             for index, (target, output) in enumerate(node.next_functions):
                 parameter = getattr(target, "variable", None)  # FSDP1 may give it a new node in each chunk
                 if target is not rows and (parameter is not None or target in outside):
                     total = sums[target if parameter is None else id(parameter), output]
                     total.expected += 1
                     node.register_hook(partial(total.hold_back, index))
-
-
-def _nodes_of(loss: Tensor, outside: Collection[Node | None]) -> list[Node]:
-    """The nodes of a chunk's graph, up to those ``outside`` and to leaves."""
-    nodes = [] if loss.grad_fn is None else [loss.grad_fn]
-    seen = {*nodes}
-    for node in nodes:  # the list grows
-        for target, _ in node.next_functions:
-            if not (target is None or target in outside or target in seen or hasattr(target, "variable")):
-                seen.add(target)
-                nodes.append(target)
-    return nodes
 
 
 class _Sum:

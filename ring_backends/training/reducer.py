@@ -76,7 +76,7 @@ def backward_order(loss: Tensor) -> Iterator[tuple[Node, int]]:
     parameters of one node depends on that number; this function yields them in the node's own order. Operations that a
     backward recomputes, as in reentrant activation checkpointing, are not part of the graph.
     """
-    nodes, places = _nodes_behind(loss), itertools.count()
+    nodes, places = nodes_behind(loss), itertools.count()
     waits_for = Counter(following for node in nodes for following in _following(node))
     ready = [(0, next(places), root) for root in nodes[:1]]
     while ready:
@@ -88,12 +88,12 @@ def backward_order(loss: Tensor) -> Iterator[tuple[Node, int]]:
                 heapq.heappush(ready, (-_sequence_number(following), next(places), following))
 
 
-def _nodes_behind(loss: Tensor) -> list[Node]:
-    """The nodes of the graph behind ``loss``, its own first."""
+def nodes_behind(loss: Tensor, outside: Collection[Node | None] = ()) -> list[Node]:
+    """The nodes of the graph behind ``loss``, its own first, without those ``outside`` and what lies behind them."""
     nodes = [] if loss.grad_fn is None else [loss.grad_fn]
     seen = {*nodes}
     for node in nodes:  # the list grows
-        new = {*_following(node)} - seen
+        new = {*_following(node)}.difference(seen, outside)
         seen |= new
         nodes += new
     return nodes
@@ -132,7 +132,7 @@ def modules_in_backward(loss: Tensor) -> list[str]:
     That is the reverse order of the forward. A node with a higher number also has only nodes with higher numbers before
     it, and the engine runs the ready node with the highest number first.
     """
-    marked = ((node, cast(dict[Any, Any], node.metadata).get(_PART, ())) for node in _nodes_behind(loss))
+    marked = ((node, cast(dict[Any, Any], node.metadata).get(_PART, ())) for node in nodes_behind(loss))
     by_number = sorted((-_sequence_number(node), names) for node, names in marked if names)
     found = (name for _, names in by_number for name in names)
     return [name or "the whole model" for name in dict.fromkeys(found)]
