@@ -7,7 +7,7 @@ so a coordinate is also a group rank.
 In a compiled block, a call with all its hops is one operator (:mod:`ring_backends.engine.compiled`), which calls the
 functions of this file, too.
 
-No GPU has run the stream branch. Its order of events is tested with a mocked device.
+No GPU has run the stream branch. It is tested with a simulated one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ring_backends.ring import transfer
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.stream_hops import StreamHop
 from ring_backends.ring.transfer import Transfer
@@ -28,15 +29,15 @@ from ring_backends.ring.transfer import Transfer
 def post_hop(ring: Ring, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
     """Post one hop: flat uint8 buffers to and from coordinates of the mesh's ring axis."""
     buffers = [*outgoing.values(), *incoming.values()]
-    device = buffers[0].device
-    if device.type != "cuda":
+    device = transfer.stream_device(buffers)
+    if device is None:
         return ring.post(outgoing, incoming, tag)
     stream = _hop_stream(device)
     # The compute stream fills the outgoing buffers, and may still use the memory of the incoming buffers.
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        transfer = ring.post(outgoing, incoming, tag)
-    return StreamTransfer(transfer, stream, buffers)
+        posted = ring.post(outgoing, incoming, tag)
+    return StreamTransfer(posted, stream, buffers)
 
 
 @cache

@@ -84,12 +84,20 @@ class Outcome:
         return f"--- rank {self.rank} {self.status}{colon}{self.message}\n{self.detail}".rstrip()
 
 
-def rank_main(rank: int, size: int, port: int, connection: Connection, stack_file: Path, start_timeout: float) -> None:
+def rank_main(
+    rank: int,
+    size: int,
+    port: int,
+    connection: Connection,
+    stack_file: Path,
+    start_timeout: float,
+    prepare: Callable[[], None] | None,
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends the ranks
     stacks = stack_file.open("w")
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
-    connection.send_bytes(_outcome_of(rank, _join, rank, size, port, start_timeout))
+    connection.send_bytes(_outcome_of(rank, _join, rank, size, port, start_timeout, prepare))
     while True:
         try:
             request = connection.recv_bytes()
@@ -102,8 +110,10 @@ def rank_main(rank: int, size: int, port: int, connection: Connection, stack_fil
         dist.destroy_process_group()
 
 
-def _join(rank: int, size: int, port: int, start_timeout: float) -> None:
+def _join(rank: int, size: int, port: int, start_timeout: float, prepare: Callable[[], None] | None) -> None:
     torch.set_num_threads(1)
+    if prepare is not None:
+        prepare()
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(size),

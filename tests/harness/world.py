@@ -77,6 +77,7 @@ class World:
             modules of the first world of this process.
         environment: environment variables of the ranks. The ranks are then new processes, without ``preload``, instead
             of forks of the server, which has read its environment already.
+        prepare: a function at the top level of a module. Each rank calls it before it joins.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class World:
         grace: float = 5,
         preload: Iterable[str] = (),
         environment: Mapping[str, str] | None = None,
+        prepare: Callable[[], None] | None = None,
     ) -> None:
         if size < 1:
             raise ValueError(f"size = {size}: a world has at least 1 rank.")
@@ -97,6 +99,7 @@ class World:
         self.grace = grace
         self.preload = tuple(preload)
         self.environment = dict(environment or {})
+        self.prepare = prepare
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
         self._store: TCPStore | None = None
@@ -183,7 +186,7 @@ class World:
         for rank in range(self.size):
             self._stack_file(rank).touch()
             ours, theirs = context.Pipe()
-            args = (rank, self.size, self._store.port, theirs, self._stack_file(rank), self.start_timeout)
+            args = (rank, self.size, self._store.port, theirs, self._stack_file(rank), self.start_timeout, self.prepare)
             process = context.Process(target=rank_main, args=args, name=f"rank {rank}", daemon=True)
             with environment_variables(self.environment):
                 process.start()

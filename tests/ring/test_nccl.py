@@ -1,4 +1,4 @@
-"""Rings over NCCL, with the simulated communicator of ``nccl_cases``: hops on streams, lost peers and refusals.
+"""Rings over NCCL, with the stand-in of ``nccl_cases``: hops on streams, lost peers and refusals.
 
 No GPU runs here.
 """
@@ -18,8 +18,9 @@ import nccl_cases as cases
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_cases import DEVICE, Cuda, SimulatedRing, attended, attention, begin, cuda, hop_from, local_inputs, run
+from nccl_cases import SimulatedRing, attended, attention, begin, hop_from, local_inputs, meet, process, run
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ring_backends.attention import dilated_attention
 from ring_backends.engine.hops import Hop, Hops, report_failure
@@ -32,11 +33,13 @@ from ring_backends.ring.notices import REFUSED
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.stream_hops import FollowedHop, FollowedHops, Headers, StreamHop
 from ring_backends.ring.transfer import WorkTransfer
+from ring_backends.testing import nccl_stand_in
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.marks import MORE_CASES, THOROUGH, matrix_but
+from ring_backends.testing.nccl_stand_in import DEVICE
 from ring_backends.training.state import TrainingState
 
-__all__ = ["cuda"]
+__all__ = ["process"]
 
 
 def test_attention_over_streams_is_exact_and_its_headers_agree() -> None:
@@ -48,26 +51,52 @@ def test_attention_over_streams_is_exact_and_its_headers_agree() -> None:
         ring.abort.assert_not_called()
         return [out.detach(), *grads]
 
-    results = run(4, call, seconds=60, blocks=True)
+    results = run(4, call, seconds=60)
     whole = local_inputs(mock.Mock(spec=Ring, shard=lambda x: x))
     expected = dilated_attention(*whole, [cases.SEQ_LEN], [1], is_causal=True, kernel="math")
     for index, want in enumerate([expected, *torch.autograd.grad(expected.sum(), whole)]):
         torch.testing.assert_close(torch.cat([result[index] for result in results], 1), want, rtol=0, atol=1e-10)
 
 
-def test_the_host_waits_for_nothing(cuda: Cuda) -> None:
-    """Nothing arrives, and yet both the transfer and the ring return. Each step is in the order of the stream."""
+def test_the_host_waits_for_nothing() -> None:
+    """Nothing arrives, and yet both the transfer and the ring return. The hop is over when both messages are there."""
 
     def call(ring: SimulatedRing) -> Any:
         tag = 7
         hop = hop_from(ring, 0, tag)
         ring.agreement.follow(begin(ring), "rank 0 waited", hop)
-        before = hop.is_over()
+        seen = []
         for message in (Headers.of(tag, [], DEVICE).numbers.view(torch.uint8), torch.ones(4, dtype=torch.uint8)):
-            ring.communicator.send(0, 0, message)
-        return cuda.events[threading.get_ident()], before, hop.is_over(), hop.difference()
+            time.sleep(0.1)
+            seen.append(hop.is_over())
+            ring.communicator.heard(0, b"message" + bytes(message.tolist()))
+        ring.synchronize()
+        return seen, hop.is_over(), hop.difference()
 
-    assert run(1, call, seconds=60) == [(["wait for the hop", "copy headers"], False, True, None)]
+    assert run(1, call, seconds=60) == [([False, False], True, None)]
+
+
+@pytest.mark.xfail(strict=True, reason="torch holds the buffers of a hop until NCCL's stream has used them")
+def test_a_host_that_runs_ahead_holds_no_more_memory() -> None:
+    """The GPU is busy while the host makes several calls."""
+
+    def peak(ring: SimulatedRing, *, is_ahead: bool) -> int:
+        attend, inputs = attended(ring)
+        inputs = [nccl_stand_in.to_device(x.detach()) for x in inputs]
+        nccl_stand_in.synchronize()
+        nccl_stand_in.reset_peak()
+        is_free = threading.Event()
+        if is_ahead:
+            nccl_stand_in.current_stream().wait_for(is_free)
+        for _ in range(8):
+            attend(*inputs)
+            if not is_ahead:
+                nccl_stand_in.synchronize()
+        is_free.set()
+        return nccl_stand_in.peak_bytes()
+
+    ahead, behind = (max(run(2, partial(peak, is_ahead=is_ahead), seconds=60)) for is_ahead in (True, False))
+    assert ahead <= 1.2 * behind, f"{ahead} bytes, and {behind} of a host that waits for the GPU"
 
 
 def call_differently(ring: SimulatedRing, difference: str) -> Ended:
@@ -109,8 +138,7 @@ def test_a_mismatch_is_named_if_the_peer_reports_nothing() -> None:
     def call(ring: SimulatedRing) -> Any:
         made = begin(ring)
         if ring.rank == 1:
-            ring.post({0: torch.zeros(4, dtype=torch.uint8)}, {}, made.tag(3))
-            return None
+            return ring.post({0: torch.zeros(4, dtype=torch.uint8)}, {}, made.tag(3))
         ring.agreement.follow(made, "rank 0 waited for a hop", hop_from(ring, 1, made.tag(2)))
         return ending(ring.synchronize)
 
@@ -121,23 +149,28 @@ def test_a_mismatch_is_named_if_the_peer_reports_nothing() -> None:
 
 def test_memory_of_a_hop_that_nobody_waits_for_is_not_reused() -> None:
     """A tile raises while a hop is posted: a stream that waits for the hop is recorded on all its buffers."""
-    recorded: list[tuple[Tensor, Any]] = []
+    recorded: list[tuple[Tensor, Any, list[bool]]] = []
 
     def call(ring: SimulatedRing) -> Any:
-        return ending(lambda: attention(ring)(*local_inputs(ring)))
+        error, stream = ending(lambda: attention(ring)(*local_inputs(ring))), nccl_stand_in.watching_stream()
+        work = ring.communicator.latest
+        stream.add(lambda: [seen.append(work.is_completed()) for _, other, seen in recorded if other is stream])
+        stream.synchronize()
+        return error
 
     def record_stream(buffer: Tensor, stream: Any) -> None:
-        recorded.append((buffer, stream))
+        recorded.append((buffer, stream, []))
 
     # The ranks are threads, so they share the patches.
     no_room = mock.patch.object(TileRunner, "forward_into", side_effect=MemoryError("no room for a tile"))
-    with no_room, mock.patch.object(Tensor, "record_stream", record_stream):
+    late = mock.patch.object(nccl_stand_in, "DELAY", 0.2)
+    with no_room, late, mock.patch.object(Tensor, "record_stream", record_stream):
         errors = run(2, call)
     for error in errors:
         error.check(MemoryError)
-    payloads = [buffer for buffer, _ in recorded if buffer.numel() > 8]
+    payloads = [buffer for buffer, _, _ in recorded if buffer.numel() > 8]
     assert len(payloads) == 4  # each rank sends one buffer and receives one
-    assert all(stream.events[-1] == "wait for the hop" for _, stream in recorded)
+    assert all(seen == [True] for _, _, seen in recorded), recorded
 
 
 def test_memory_of_a_failed_wait_is_not_reused() -> None:
@@ -229,13 +262,13 @@ def test_a_lost_peer_is_reported_without_synchronize(use: str) -> None:
             return None
         if use == "begin":
             attend(*inputs)  # returns garbage, as over NCCL
-            assert ring.aborted.wait(10)  # the stream goes on
+            assert ring.communicator.is_aborted.wait(10)  # the stream goes on
             return ending(lambda: begin(ring))
         hops = Hops(ring.rank, attend.ring_pass, begin(ring), ring.agreement, ring.traffic)
         posted = post(hops, 0)
         assert posted is not None
         posted.wait()
-        assert ring.aborted.wait(10)
+        assert ring.communicator.is_aborted.wait(10)
         return ending(lambda: post(hops, 1))
 
     results = run(2, call)
@@ -251,7 +284,7 @@ def test_an_error_of_nccl_ends_the_wait_at_once() -> None:
         hop = hop_from(ring, 1 - ring.rank)
         ring.agreement.follow(begin(ring), "rank waited", hop)
         ring.agreement.has_error = lambda: True
-        ring.aborted.set()
+        ring.communicator.abort()
         return ending(ring.synchronize)
 
     for error in run(2, call, seconds=60):
@@ -289,7 +322,7 @@ def test_a_refused_call() -> None:
         attend, inputs = attended(ring)
         refused = ring.rank == 1
         first = ending(lambda: (attend(*inputs, is_causal=7 if refused else False), ring.synchronize()))
-        while refused and not ring.communicator.store.check(["failed"]):
+        while refused and not ring.store.check(["failed"]):
             time.sleep(0.01)  # the other rank must not learn of the refusal from this rank's next call
         return first, ending(lambda: (attend(*inputs), ring.synchronize())) if refused else None
 
@@ -320,7 +353,7 @@ def test_a_post_that_waits_for_a_lost_peer(how: str, where: str) -> None:
             if how == "raises":
                 ring.agreement.report_error("a tile", MemoryError("no room"))
             return None
-        ring.communicator.is_stuck = True
+        ring.communicator.forget()
         return ending(lambda: attend(*inputs) if where == "attention" else ring.unshard(inputs[0]))
 
     results = run(4, call, seconds=60 if how == "raises" else 5)
@@ -360,7 +393,7 @@ def test_a_lost_store_changes_no_deadline(hangs: bool) -> None:
         ring.agreement.follow(made, "rank 1 waited", hop)
         ring.agreement._notices.store = store = LostStore(answers)
         with ring.agreement.waiting(made, mock.Mock()):  # collectives of a framework, for example
-            assert ring.aborted.wait(10)
+            assert ring.communicator.is_aborted.wait(10)
         return ending(ring.synchronize), store.num_checks
 
     _, (error, num_checks) = run(2, call)
@@ -372,12 +405,13 @@ def test_a_lost_store_changes_no_deadline(hangs: bool) -> None:
 
 def ring_with_closed_peer() -> tuple[SimulatedRing, Agreement, Call]:
     """Rank 0 of a ring of two in a call. Rank 1 has closed the ring. No watchdog runs."""
-    communicator = cases.Communicator(2)
-    ring, configuration = SimulatedRing.of(communicator, 0, seconds=8), Configuration({"seq_len": 8})
-    communicator.store.set("check/0/1", configuration.text)
+    store, configuration = HashStore(), Configuration({"seq_len": 8})
+    ring, peer = (SimulatedRing.of(store, rank, 2, seconds=8) for rank in range(2))
+    meet(ring, peer)
+    store.set("check/0/1", configuration.text)
     call = ring.agreement.begin(configuration)
-    communicator.store.set("failed/1", json.dumps({"calls": {}, "raised": None, REFUSED: {}}))
-    communicator.store.set("failed", "1")
+    store.set("failed/1", json.dumps({"calls": {}, "raised": None, REFUSED: {}}))
+    store.set("failed", "1")
     return ring, ring.agreement, call
 
 
@@ -391,6 +425,7 @@ def test_hops_of_an_aborted_communicator_are_no_mismatch() -> None:
     def wait() -> None:
         with agreement.waiting(call):
             agreement.end_vain_wait()
+            nccl_stand_in.watching_stream().synchronize()
             assert hop.is_over()
             agreement.check()
 

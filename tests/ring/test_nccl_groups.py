@@ -1,4 +1,4 @@
-"""Process groups of rings over NCCL, made over gloo, and the headers of each adapter's hops. No GPU runs here."""
+"""Process groups of rings over NCCL, made over gloo. No GPU runs here."""
 
 from __future__ import annotations
 
@@ -16,18 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from ring_backends import available_adapters
 from ring_backends.adapters import native
 from ring_backends.errors import RingMismatchError, RingPeerError
-from ring_backends.ring import collectives, rendezvous, transfer
+from ring_backends.ring import collectives, rendezvous
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.notices import REFUSED
-from ring_backends.ring.stream_hops import Headers
-from ring_backends.testing.calls import call_here
-from ring_backends.testing.correctness import EDGE_CASES
-from ring_backends.testing.marks import matrix_but
-from ring_backends.testing.rings import FOUR
-from ring_backends.testing.world import World, on_every_rank
+from ring_backends.testing.world import on_every_rank
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -154,24 +148,3 @@ def test_torch_writes_no_dump_unless_chosen(chosen: str | None) -> None:
         rendezvous.join_world("cpu:gloo,cuda:nccl", timedelta(seconds=1))
         assert os.environ.get(DUMP) == chosen
     assert seen == [chosen or "0"]
-
-
-def attend_with_headers(name: str) -> None:
-    """Call attention with headers over gloo. No hop finds a difference."""
-    differences: list[str | None] = []
-
-    def follow(works: Any, headers: Headers, device: torch.device) -> None:
-        differences.append(headers.difference(headers.numbers.tolist()))
-
-    with mock.patch.object(transfer, "stream_device", return_value=CPU), mock.patch.object(transfer, "follow", follow):
-        call_here(f"ring_backends.adapters.{name}", EDGE_CASES["grouped queries"], FOUR, "zigzag").check()
-    assert differences
-    assert not any(differences), differences
-
-
-@pytest.mark.parametrize("name", matrix_but("native", of=("native", "fsdp", "deepspeed", "fairscale")))
-def test_every_adapter_sends_headers(world: World, name: str) -> None:
-    reason = available_adapters()[name]
-    if reason is not None:
-        pytest.skip(f"{name}: {reason}")
-    world.run(attend_with_headers, name)
