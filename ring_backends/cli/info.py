@@ -1,4 +1,4 @@
-"""``info``: versions, devices, adapters, kernels and dtype advice for this machine."""
+"""``info``: versions, devices, adapters, kernels, dtype advice and NCCL's settings for this machine."""
 
 # ruff: noqa: RUF009 (the functions that declare options call dataclasses.field)
 
@@ -30,7 +30,7 @@ HOPS = (
 
 @dataclass(frozen=True, kw_only=True)
 class InfoOptions(Options):
-    """Show versions, devices, adapters, kernels, dtype advice, and how hops are transported."""
+    """Show versions, devices, adapters, kernels, dtype advice, how hops are transported, and NCCL's settings."""
 
     probe: bool = option(
         False,
@@ -104,6 +104,7 @@ def collect() -> dict[str, Any]:
     from ring_backends import available_adapters
     from ring_backends.kernels import auto_dtype, available_kernels, kernels
     from ring_backends.releases import untested, versions
+    from ring_backends.ring import nccl_settings
 
     devices = [{"device": "cpu", "name": f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"}]
     for index in range(torch.cuda.device_count()):
@@ -125,6 +126,7 @@ def collect() -> dict[str, Any]:
         "kernel_choice": [row for device in devices for row in choices(device["device"])],
         "dtype_advice": [dict(zip(("device", "dtype", "why"), row, strict=True)) for row in DTYPE_ADVICE],
         "hops": dict(HOPS),
+        "nccl": nccl_settings.describe(),
     }
 
 
@@ -145,6 +147,7 @@ def _show(found: dict[str, Any]) -> None:
     advice = (row.values() for row in found["dtype_advice"])
     print_table("Which dtype", ("device (compute capability)", "dtype", "why"), advice)
     print_table("How a hop travels", ("transport", "path"), found["hops"].items())
+    _show_nccl(found["nccl"])
     if "probe" in found:
         probe = found["probe"]
         hops = [
@@ -168,6 +171,16 @@ def _show(found: dict[str, Any]) -> None:
             for time in found["kernel_times"]["times"]
         )
         print_table(f"Kernels with their copies and merges, {found['kernel_times']['device']}", columns, times)
+
+
+def _show_nccl(nccl: dict[str, Any]) -> None:
+    if nccl["release"] is None:
+        print_table("NCCL", ("usable here",), [("no: this build of torch has none; hops go over gloo",)])
+        return
+    settings = (row.values() for row in nccl["settings"])
+    print_table(f"NCCL {nccl['release']}, settings around a ring", ("name", "value", "from", "effect"), settings)
+    if nccl["advice"]:
+        print_table("Advice for rings over NCCL", ("setting", "why"), (row.values() for row in nccl["advice"]))
 
 
 def _constants(probe: dict[str, Any]) -> list[tuple[str, str]]:

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
+from ring_backends.ring import nccl_settings
 from ring_backends.ring.agreement import Agreement
-from ring_backends.ring.launch import environment_variables
 from ring_backends.ring.launcher import LOOPBACK, check_visible_gpus, complete_environment, local_world_size
 from ring_backends.ring.ring import Ring, Traffic
 from ring_backends.ring.watchdog import WATCHDOG, call_with_timeout
@@ -41,9 +41,6 @@ _NCCL_MARGIN = timedelta(hours=1)
 
 _ABORT_TIMEOUT = 10.0
 """Seconds to wait until NCCL has closed a communicator. Its kernels end before that."""
-
-_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-_DUMP = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 
 _num_rings: Counter[tuple[int, ...]] = Counter()  # how many rings of each set of ranks this process has joined
 
@@ -76,7 +73,7 @@ def join_world(backend: str, timeout: timedelta) -> None:
     listens on every interface of the machine, whatever MASTER_ADDR is.
 
     Unless the user chose, torch is told to write no dump of NCCL's operations after an error. A process that has
-    written one ends, even after an error of a ring that it would survive.
+    written one ends, even after an error of a ring that it would survive. NCCL is told to order its operations.
     """
     host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
     launcher_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -88,7 +85,9 @@ def join_world(backend: str, timeout: timedelta) -> None:
             listener = socket.create_server((host, port), family=family, backlog=2 * world_size).detach()
         store = TCPStore(host, port, world_size, rank == 0, timeout, master_listen_fd=listener)
         options = {"store": store, "rank": rank, "world_size": world_size}
-    with _default_environment(_DUMP, "0"):
+    if "nccl" in backend:
+        nccl_settings.order_launches()
+    with nccl_settings.default_value(nccl_settings.DUMP):
         dist.init_process_group(backend, timeout=timeout, **options)
 
 
@@ -215,7 +214,11 @@ def _new_group(ranks: tuple[int, ...], store: Store, name: str, timeout: timedel
 
     Other ranks do not make this call. torch's public ``new_group`` would name the group by how many groups this process
     has made, and wait forever if the members have made different numbers of groups. It would also sort the ranks.
+
+    Raises:
+        RuntimeError: torch's debug level is DETAIL, with which this release of torch can end no hop.
     """
+    nccl_settings.check_debug_level()
     make = internal(dist.distributed_c10d, "_new_process_group_helper", "a new ring")
     groups = internal(dist.distributed_c10d, "_world", "a new ring")
     store.set(f"arrived/{dist.get_rank()}", "")
@@ -226,9 +229,10 @@ def _new_group(ranks: tuple[int, ...], store: Store, name: str, timeout: timedel
     group: dist.ProcessGroup
     options = {"timeout": timeout, "group_desc": name}
     over_nccl = "cuda:nccl" in dist.get_backend_config(world)
+    if over_nccl:
+        nccl_settings.order_launches()  # in vain if the program has used NCCL before
     # Unless the user chose, the watchdog of torch aborts a group after an error of NCCL, and does not end the process.
-    user_chose = not over_nccl or "NCCL_ASYNC_ERROR_HANDLING" in os.environ
-    with _unbound(world), contextlib.nullcontext() if user_chose else _default_environment(_ERROR_HANDLING, "2"):
+    with _unbound(world), nccl_settings.default_value(nccl_settings.ERROR_HANDLING):
         backend_options = _nccl_options(timeout) if over_nccl else None  # other backends in the group ignore them
         group, _ = make(len(ranks), rank, list(ranks), backend, world_store, name, backend_options, **options)
     group.bound_device_id = world.bound_device_id
@@ -255,11 +259,6 @@ def _unbound(world: dist.ProcessGroup) -> Iterator[None]:
         yield
     finally:
         world.bound_device_id = device
-
-
-def _default_environment(name: str, value: str) -> contextlib.AbstractContextManager[None]:
-    """Set a variable that torch reads when it makes a group, unless it is set."""
-    return environment_variables({} if name in os.environ else {name: value})
 
 
 def _open_connections(group: dist.ProcessGroup, timeout: timedelta) -> None:

@@ -272,9 +272,11 @@ def test_info_shows_and_writes_everything(tmp_path: Path) -> None:
     text = shown("info --probe --json", tmp_path / "info.json")
     for title in ("Versions", "Devices", "Adapters", "Kernels", "Which dtype", "How a hop travels", "Two local ranks"):
         assert title in text
+    assert "NCCL" in text.partition("How a hop travels")[2].partition("Two local ranks")[0]
     found = json.loads((tmp_path / "info.json").read_text())
     assert found["adapters"]["native"] is None
     assert found["kernels"]["math"]["unusable"] is None
+    assert found["nccl"]["release"] is None or found["nccl"]["settings"]
     assert found["devices"][0] | {"name": ""} == {"device": "cpu", "name": "", "dtype": "float32"}
     assert 0 < found["probe"]["latency_seconds"] < 10
     assert found["probe"]["bytes_per_second"] > 1e6

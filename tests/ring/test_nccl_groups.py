@@ -26,6 +26,7 @@ from ring_backends.testing.world import on_every_rank
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 DUMP = "TORCH_NCCL_DUMP_ON_TIMEOUT"
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 
 class Options:
@@ -45,7 +46,7 @@ def groups_of_nccl(made: list[dict[str, Any]]) -> Iterator[None]:
     def recorded(*arguments: Any, **more: Any) -> Any:
         *others, options = arguments
         group = {"high priority": options.is_high_priority_stream, "timeouts": (options._timeout, more["timeout"])}
-        group |= {"handling": os.environ.get(ERROR_HANDLING)}
+        group |= {"handling": os.environ.get(ERROR_HANDLING), "order": os.environ.get(LAUNCH_ORDER)}
         made.append(group | {"bound to": (world.bound_device_id, more.get("device_id"))})
         return make(*others, **more)
 
@@ -72,7 +73,8 @@ def test_the_group_of_a_ring_over_nccl(chosen: str | None) -> None:
         with mock.patch.object(dist.ProcessGroup, "set_timeout", mock.Mock()) as set_timeout:
             native.initialize(ring_size=4, timeout=timeout)
         assert os.environ.get(ERROR_HANDLING) == chosen
-    wanted = {"high priority": True, "timeouts": (timeout, timeout), "handling": chosen or "2"}
+        assert os.environ.get(LAUNCH_ORDER) == "1"  # NCCL reads it at its first operation
+    wanted = {"high priority": True, "timeouts": (timeout, timeout), "handling": chosen or "2", "order": "1"}
     assert made[0] == wanted | {"bound to": (None, None)}, made[0]
     watched = set_timeout.call_args.args[-1]  # by torch's watchdog
     assert watched > timeout + timedelta(minutes=30), watched
@@ -139,12 +141,16 @@ def test_aborted_collectives_raise_even_if_they_return(
 @pytest.mark.parametrize("chosen", [None, "1"])
 def test_torch_writes_no_dump_unless_chosen(chosen: str | None) -> None:
     """After an error of any group, a process that has written a dump ends."""
-    seen: list[str | None] = []
+    seen: list[tuple[str | None, str | None]] = []
+
+    def initialize(*_: Any, **__: Any) -> None:
+        seen.append((os.environ.get(DUMP), os.environ.get(LAUNCH_ORDER)))
+
     environment = {"MASTER_ADDR": "host", "RANK": "0", "WORLD_SIZE": "2"} | ({DUMP: chosen} if chosen else {})
     with (
         mock.patch.dict(os.environ, environment),
-        mock.patch.object(dist, "init_process_group", side_effect=lambda *_, **__: seen.append(os.environ.get(DUMP))),
+        mock.patch.object(dist, "init_process_group", side_effect=initialize),
     ):
         rendezvous.join_world("cpu:gloo,cuda:nccl", timedelta(seconds=1))
         assert os.environ.get(DUMP) == chosen
-    assert seen == [chosen or "0"]
+    assert seen == [(chosen or "0", "1")]
