@@ -429,7 +429,7 @@ class Communicator:
         self.changed, self._sending = threading.Condition(), threading.Lock()
         self._listener: Listener | None = None
         self._connections: dict[int, Connection] = {}
-        self._greeted: set[int] = {rank}
+        self._met, self._greeted = {rank}, {rank}  # ranks that this one has greeted, and that have greeted it
         self._inbox: defaultdict[int, deque[bytes]] = defaultdict(deque)
         self._sent: defaultdict[int, int] = defaultdict(int)
         self._taken: defaultdict[int, int] = defaultdict(int)
@@ -455,7 +455,7 @@ class Communicator:
 
     def forget(self) -> None:
         """Meet all other ranks again at the next batch with them."""
-        self._greeted = {self.rank}
+        self._met, self._greeted = {self.rank}, {self.rank}
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:
         """Wait for the other ranks. Return False if the communicator was aborted before the condition held."""
@@ -469,7 +469,7 @@ class Communicator:
         Raises:
             CommunicatorAbortedError: the communicator was aborted meanwhile.
         """
-        peers = {*peers} - self._greeted
+        peers = {*peers} - self._met
         if self._listener is None:
             self._join()
         for peer in sorted(peers):
@@ -480,6 +480,7 @@ class Communicator:
             raise CommunicatorAbortedError("NCCL communicator was aborted")
         for peer in peers:
             self._send(peer, _HELLO)
+        self._met |= peers
         if not self.wait_until(lambda: peers <= self._greeted):
             raise CommunicatorAbortedError("NCCL communicator was aborted")
 
