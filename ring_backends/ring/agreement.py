@@ -1,6 +1,7 @@
 """Checks that all ranks make the same call, and distinguishes a mismatch from a lost peer.
 
-The first time a rank uses a configuration, it publishes it in the ring's store and compares it with the other ranks'.
+The first time a rank uses a configuration, it publishes it in the ring's store and compares it with the other ranks'
+(:mod:`ring_backends.ring.notices`).
 After that, a check costs no communication: the tag of every hop contains a hash of the call number and the
 configuration. Ranks whose calls differ then wait for each other instead of reading each other's bytes. When such a
 wait fails, every rank publishes its latest calls. The reports show which ranks made different calls and which are gone.
@@ -41,7 +42,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.calls import NOTHING, Call, Configuration, grace
-from ring_backends.ring.differences import all_equal, describe_differences
+from ring_backends.ring.differences import describe_differences
 from ring_backends.ring.notices import REFUSED, Notices, Report, error_of_reports
 from ring_backends.ring.stream_hops import FollowedHop, FollowedHops, StreamHop, StreamHopError
 from ring_backends.ring.watchdog import WATCHDOG
@@ -350,20 +351,20 @@ class Agreement:
 
     def _check(self, call: Call) -> None:
         is_vain = threading.Event()
-        published: dict[int, dict[str, Any]] = {}
+        published: dict[int, dict[str, Any]] | None = None
         with (
             contextlib.suppress(RuntimeError),  # the wait was ended
             self.waiting(call, is_vain.set, ends_on_refusal=False),  # a refusal is among the configurations
         ):
-            published = self._notices.exchange_configurations(call, is_vain.is_set)
-        if not published:
+            published = self._notices.compare_configurations(call, is_vain.is_set)
+        if published is None:
             absent = self._notices.absent_ranks(call)
             cause = TimeoutError("not all ranks arrived")
             self.fail(call, f"rank {self.rank} waited for ranks {absent} to compare configurations", cause)
         refusals = [f"rank {rank} {fields[REFUSED]}" for rank, fields in published.items() if REFUSED in fields]
         if refusals:
             raise RingMismatchError(f"{'; '.join(refusals)}. The other ranks made the call; all ranks must make it.")
-        if not all_equal(published.values()):
+        if published:
             raise RingMismatchError(describe_differences(published))
 
     def fail(self, call: Call, what: str, cause: BaseException) -> NoReturn:

@@ -1,5 +1,10 @@
 """What the ranks of a ring publish for each other in its store: configurations, refusals and reports.
 
+A comparison of configurations costs each rank a number of requests that does not grow with the ring, because the ranks
+count themselves in the store: first under the digest of their configuration, then as arrived. When all ranks have
+arrived, a rank's digest has counted all of them unless they differ. Only then does a rank read the other ranks'
+configurations.
+
 A rank publishes a report when it closes a ring. :func:`error_of_reports` finds the error that all reports show.
 
 Every request to the store has a timeout, because the host of the store may be gone.
@@ -9,8 +14,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -20,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ring_backends.errors import RingMismatchError, RingPeerError
-from ring_backends.ring.calls import Call, grace
+from ring_backends.ring.calls import Call, Configuration, grace
 from ring_backends.ring.differences import all_equal, describe_differences
 from ring_backends.ring.stream_hops import HeaderMismatchError
 from ring_backends.ring.watchdog import Answer, call_with_timeout
@@ -47,7 +51,7 @@ class Notices:
     rank: int
     size: int
     timeout: timedelta
-    _published: deque[str] = field(default_factory=deque)
+    _published: list[str] = field(default_factory=list)
     _refused: dict[int, str] = field(default_factory=dict)
     _store_is_lost: bool = False
     _newest_shown: int | None = None
@@ -60,59 +64,59 @@ class Notices:
     def refuse(self, number: int, text: str) -> None:
         """Publish that this rank refuses call ``number``."""
         self._refused[number] = text
-        keys = {_configuration_key(number, self.rank): json.dumps({REFUSED: text}), f"refused/{number}": str(self.rank)}
 
         def publish() -> None:
-            for key, value in keys.items():
-                self.store.set(key, value)
-            store: Any = self.store  # torch's annotations lack append()
-            store.append(REFUSED, f"{number}/{self.rank} ")
+            self._published.extend(publish_refusal(self.store, self.rank, number, text))
 
         call_with_timeout(self._patience, publish, default=None)
-        self._published.extend(keys)
 
-    def exchange_configurations(self, call: Call, is_vain: Callable[[], bool]) -> dict[int, dict[str, Any]]:
-        """Publish this rank's configuration of ``call``, and return those of all ranks, or their refusals.
+    def compare_configurations(self, call: Call, is_vain: Callable[[], bool]) -> dict[int, dict[str, Any]] | None:
+        """Publish this rank's configuration of ``call``, and compare it with those of the other ranks.
 
-        The result is empty if some rank has published none in time, or once ``is_vain`` returns True.
+        Returns:
+            The configurations of all ranks, or their refusals, if they differ. An empty dict if all are equal. None if
+            some rank has published none in time, or once ``is_vain`` returns True.
         """
-        keys = self._configuration_keys(call)
-        self._published.append(keys[self.rank])
 
-        def exchange() -> dict[int, dict[str, Any]]:
-            self.store.set(keys[self.rank], call.configuration.text)
-            self._wait_for(keys, call, is_vain)
-            published = {rank: json.loads(self.store.get(key)) for rank, key in enumerate(keys)}
+        def compare() -> dict[int, dict[str, Any]]:
+            earlier = self._published
+            self._published = publish_configuration(self.store, self.rank, call.number, call.configuration)
+            self._wait_for_all(call, is_vain)
+            equal = self.store.add(_equal_key(call.number, call.configuration), 0)
+            texts = [] if equal == self.size else self.store.multi_get(self._configuration_keys(call))
             # All ranks have arrived, so earlier entries are no longer read. Otherwise each seq_len would leave some.
-            while len(self._published) > 1:
-                self.store.delete_key(self._published.popleft())
+            for key in earlier:
+                self.store.delete_key(key)
             self._refused.clear()
-            return published
+            return {rank: json.loads(text) for rank, text in enumerate(texts)}
 
-        no_answer: dict[int, dict[str, Any]] = {}
-        return call_with_timeout(call.time_left().total_seconds() + self._patience, exchange, default=no_answer)
+        seconds = call.time_left().total_seconds() + self._patience
+        return call_with_timeout(seconds, compare, default=None)
 
     def absent_ranks(self, call: Call) -> list[int]:
-        """The ranks that have not published a configuration of ``call``; all ranks if the store does not answer."""
+        """The ranks that have not published a configuration of ``call``; all ranks if the store does not answer.
+
+        Halves of the ring that are complete cost one request.
+        """
         keys = self._configuration_keys(call)
 
-        def absent() -> list[int]:
-            return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+        def absent(ranks: Sequence[int]) -> list[int]:
+            if self.store.check([keys[rank] for rank in ranks]):
+                return []
+            middle = len(ranks) // 2
+            return [*absent(ranks[:middle]), *absent(ranks[middle:])] if middle else [*ranks]
 
-        return call_with_timeout(self._patience, absent, default=[*range(self.size)])
+        everyone = range(self.size)
+        return call_with_timeout(self._patience, lambda: absent(everyone), default=[*everyone])
 
     def _configuration_keys(self, call: Call) -> list[str]:
         return [_configuration_key(call.number, rank) for rank in range(self.size)]
 
-    def _wait_for(self, keys: list[str], call: Call, is_vain: Callable[[], bool]) -> None:
-        """Poll the store until it has ``keys``. ``Store.wait`` would block the other threads that use it.
-
-        A rank that has closed the ring does not come any more.
-        """
+    def _wait_for_all(self, call: Call, is_vain: Callable[[], bool]) -> None:
+        """Poll the store until all ranks have arrived. ``Store.wait`` would block the other threads that use it."""
         pause, longest = 0.001, 0.05
-        while not self.store.check(keys):
-            is_over = call.time_left() <= timedelta(milliseconds=1) or is_vain()
-            if is_over or (pause == longest and self.store.check(["failed"])):
+        while self.store.add(_arrived_key(call.number), 0) < self.size:
+            if call.time_left() <= timedelta(milliseconds=1) or is_vain():
                 raise dist.DistStoreError("not all ranks arrived")
             time.sleep(pause)
             pause = min(longest, 1.5 * pause)
@@ -229,8 +233,37 @@ class Notices:
         return call_with_timeout(self._patience, partial(self.store.check, ["failed"]), default=False)
 
 
+def publish_configuration(store: Store, rank: int, number: int, configuration: Configuration) -> list[str]:
+    """Publish the configuration of call ``number`` on ``rank``. Returns the keys that this rank has to delete later."""
+    # In this order, because a rank that sees all as arrived reads the first counter.
+    counters = _equal_key(number, configuration), _arrived_key(number)
+    return _publish(store, rank, number, configuration.text, counters)
+
+
+def publish_refusal(store: Store, rank: int, number: int, text: str) -> list[str]:
+    """Publish that ``rank`` refuses call ``number``. Returns the keys that this rank has to delete later."""
+    published = _publish(store, rank, number, json.dumps({REFUSED: text}), [_arrived_key(number)])
+    store.set(f"refused/{number}", str(rank))
+    cast(Any, store).append(REFUSED, f"{number}/{rank} ")  # torch's annotations lack append()
+    return [*published, f"refused/{number}"]
+
+
+def _publish(store: Store, rank: int, number: int, text: str, counters: Iterable[str]) -> list[str]:
+    key = _configuration_key(number, rank)
+    store.set(key, text)  # before the rank counts as arrived
+    return [key, *(counter for counter in counters if store.add(counter, 1) == 1)]
+
+
 def _configuration_key(number: int, rank: int) -> str:
     return f"check/{number}/{rank}"
+
+
+def _equal_key(number: int, configuration: Configuration) -> str:
+    return f"check/{number}/equal/{configuration.digest.hex()}"
+
+
+def _arrived_key(number: int) -> str:
+    return f"check/{number}/arrived"
 
 
 def error_of_reports(

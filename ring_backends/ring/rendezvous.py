@@ -221,8 +221,9 @@ def _new_group(ranks: tuple[int, ...], store: Store, name: str, timeout: timedel
     nccl_settings.check_debug_level()
     make = internal(dist.distributed_c10d, "_new_process_group_helper", "a new ring")
     groups = internal(dist.distributed_c10d, "_world", "a new ring")
-    store.set(f"arrived/{dist.get_rank()}", "")
-    store.wait([f"arrived/{rank}" for rank in ranks], timeout)
+    if store.add("arrived", 1) == len(ranks):
+        store.set("all arrived", "")
+    store.wait(["all arrived"], timeout)
     world, rank = dist.group.WORLD, ranks.index(dist.get_rank())
     assert world is not None
     backend, world_store = groups.pg_map[world]

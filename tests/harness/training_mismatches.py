@@ -101,7 +101,7 @@ DIFFERENCES: dict[str, Different] = {
 WARM_UP = 3
 """Steps after which no configuration is new: DistributedDataParallel makes its buckets again in the second one."""
 
-_EXCHANGE = Notices.exchange_configurations
+_COMPARE = Notices.compare_configurations
 
 
 def _step(state: Any, *, calls: int = 1) -> None:
@@ -187,7 +187,7 @@ class TrainingMismatchTests(TrainingSuite):
         for step in range(WARM_UP + 3):
             with (
                 mock.patch.object(collectives, "_all_gather", wraps=collectives._all_gather) as gathered,
-                mock.patch.object(Notices, "exchange_configurations", autospec=True, side_effect=_EXCHANGE) as compared,
+                mock.patch.object(Notices, "compare_configurations", autospec=True, side_effect=_COMPARE) as compared,
             ):
                 trainer.step(step)
             counts.append(gathered.call_count + compared.call_count)

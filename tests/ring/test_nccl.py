@@ -29,7 +29,7 @@ from ring_backends.engine.wire_buffers import RowFormat
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.calls import Call, Configuration
-from ring_backends.ring.notices import REFUSED
+from ring_backends.ring.notices import REFUSED, publish_configuration
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.stream_hops import FollowedHop, FollowedHops, Headers, StreamHop
 from ring_backends.ring.transfer import WorkTransfer
@@ -408,7 +408,7 @@ def ring_with_closed_peer() -> tuple[SimulatedRing, Agreement, Call]:
     store, configuration = HashStore(), Configuration({"seq_len": 8})
     ring, peer = (SimulatedRing.of(store, rank, 2, seconds=8) for rank in range(2))
     meet(ring, peer)
-    store.set("check/0/1", configuration.text)
+    publish_configuration(store, 1, 0, configuration)
     call = ring.agreement.begin(configuration)
     store.set("failed/1", json.dumps({"calls": {}, "raised": None, REFUSED: {}}))
     store.set("failed", "1")

@@ -20,7 +20,7 @@ from ring_backends.adapters import native
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring import collectives, rendezvous
 from ring_backends.ring.agreement import Agreement
-from ring_backends.ring.notices import REFUSED
+from ring_backends.ring.notices import REFUSED, publish_configuration
 from ring_backends.testing.world import on_every_rank
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -121,7 +121,7 @@ def test_aborted_collectives_raise_even_if_they_return(
     store = HashStore()
     agreement = Agreement(store, 0, 2, timedelta(seconds=8), mock.Mock())
     ring: Any = SimpleNamespace(agreement=agreement, rank=0, check_connected=lambda: None)
-    store.set("check/0/1", collectives._COMPARISON.text)
+    publish_configuration(store, 1, 0, collectives._COMPARISON)
 
     with collectives.framework_collectives(ring, "step"):
         pass
