@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -55,6 +55,7 @@ class Notices:
     _refused: dict[int, str] = field(default_factory=dict)
     _store_is_lost: bool = False
     _newest_shown: int | None = None
+    _answered: str | None = None
 
     @property
     def _patience(self) -> float:
@@ -127,7 +128,7 @@ class Notices:
 
         def publish() -> None:
             self.store.set(f"failed/{self.rank}", report)
-            self.store.set("failed", str(self.rank))
+            _append(self.store, "failed", str(self.rank))
 
         call_with_timeout(self._patience, publish, default=None)
         return cast(Report, json.loads(report))
@@ -143,8 +144,11 @@ class Notices:
         def answer() -> None:
             if unasked or self.store.check(["failed"]):
                 self.store.set(f"failed/{self.rank}", report)
+                _append(self.store, "answered", str(self.rank))
+                self._answered = report
 
-        self._ask_unless_lost(answer, default=None)
+        if report != self._answered:
+            self._ask_unless_lost(answer, default=None)
 
     def _ask_unless_lost(self, ask: Callable[[], Answer], *, default: Answer) -> Answer:
         """Call ``ask``, a request of the watchdog's thread; ``default`` if it or an earlier one has failed.
@@ -165,24 +169,25 @@ class Notices:
         )
 
     def collect_reports(self, own: Report, call: Call, seconds: float) -> dict[int, Report]:
-        """The reports by rank, of those ranks that publish one within ``seconds``, or refuse a call of this rank."""
+        """The reports by rank, of those ranks that publish one within ``seconds``, or refuse a call of this rank.
+
+        A look at the store costs at most six requests, and each new report is read once.
+        """
         reports = {self.rank: own}
         end = time.monotonic() + seconds
-
-        def refusal(rank: int) -> Report | None:
-            for number in {str(call.number), *self._refused_by(own["calls"], rank)}:
-                key = _configuration_key(int(number), rank)
-                if self.store.check([key]) and REFUSED in (published := json.loads(self.store.get(key))):
-                    return {"calls": {}, "raised": None, REFUSED: {number: published[REFUSED]}}
-            return None
+        numbers = {call.number, *map(int, own["calls"])}
 
         def collect() -> None:
             while len(reports) < self.size and time.monotonic() < end:
-                for rank in set(range(self.size)) - set(reports):
-                    if self.store.check([f"failed/{rank}"]):
-                        reports[rank] = json.loads(self.store.get(f"failed/{rank}"))
-                    elif report := refusal(rank):
-                        reports[rank] = report
+                closed = {int(rank) for key in ("failed", "answered") for rank in _entries(self.store, key)}
+                new = [rank for rank in closed if rank not in reports]
+                texts = self.store.multi_get([f"failed/{rank}" for rank in new]) if new else []
+                reports.update({rank: json.loads(text) for rank, text in zip(new, texts, strict=True)})
+                for number, rank in _refusals(self.store):
+                    key = _configuration_key(number, rank)
+                    if number in numbers and rank not in reports and self.store.check([key]):
+                        text = json.loads(self.store.get(key))[REFUSED]
+                        reports[rank] = {"calls": {}, "raised": None, REFUSED: {str(number): text}}
                 time.sleep(0.02)
 
         call_with_timeout(seconds, collect, default=None)
@@ -200,9 +205,9 @@ class Notices:
         def ask() -> bool:
             if self.store.check(["failed"]) or self._differs_from_rank0(latest):
                 return True
-            return with_refusals and (
-                self.store.check([f"refused/{call.number}"])
-                or bool(self._refused_by({str(made.number) for made in latest}))
+            numbers = {call.number, *(made.number for made in latest)}
+            return with_refusals and any(
+                number in numbers and rank != self.rank for number, rank in _refusals(self.store)
             )
 
         return self._ask_unless_lost(ask, default=False)
@@ -220,14 +225,6 @@ class Notices:
         shown = json.loads(self.store.get("calls of rank 0"))
         return any(shown[number] != call.digest for call in latest if (number := str(call.number)) in shown)
 
-    def _refused_by(self, numbers: Collection[str], rank: int | None = None) -> list[str]:
-        """Those of the calls ``numbers`` that another rank, or ``rank``, has refused."""
-        if not self.store.check([REFUSED]):
-            return []
-        refused = [entry.split("/") for entry in self.store.get(REFUSED).decode().split()]
-        others = {str(self.rank)} if rank is None else {str(other) for other in range(self.size)} - {str(rank)}
-        return [number for number, by in refused if by not in others and number in numbers]
-
     def peer_has_closed(self) -> bool:
         """Whether a rank has closed the ring."""
         return call_with_timeout(self._patience, partial(self.store.check, ["failed"]), default=False)
@@ -243,15 +240,29 @@ def publish_configuration(store: Store, rank: int, number: int, configuration: C
 def publish_refusal(store: Store, rank: int, number: int, text: str) -> list[str]:
     """Publish that ``rank`` refuses call ``number``. Returns the keys that this rank has to delete later."""
     published = _publish(store, rank, number, json.dumps({REFUSED: text}), [_arrived_key(number)])
-    store.set(f"refused/{number}", str(rank))
-    cast(Any, store).append(REFUSED, f"{number}/{rank} ")  # torch's annotations lack append()
-    return [*published, f"refused/{number}"]
+    _append(store, REFUSED, f"{number}/{rank}")
+    return published
 
 
 def _publish(store: Store, rank: int, number: int, text: str, counters: Iterable[str]) -> list[str]:
     key = _configuration_key(number, rank)
     store.set(key, text)  # before the rank counts as arrived
     return [key, *(counter for counter in counters if store.add(counter, 1) == 1)]
+
+
+def _append(store: Store, key: str, entry: str) -> None:
+    cast(Any, store).append(key, f" {entry}")  # torch's annotations lack append()
+
+
+def _entries(store: Store, key: str) -> list[str]:
+    return store.get(key).decode().split() if store.check([key]) else []
+
+
+def _refusals(store: Store) -> list[tuple[int, int]]:
+    """The numbers of refused calls, each with the rank that refused it."""
+    return [
+        (int(number), int(rank)) for number, _, rank in (entry.partition("/") for entry in _entries(store, REFUSED))
+    ]
 
 
 def _configuration_key(number: int, rank: int) -> str:

@@ -110,7 +110,7 @@ TEXT_OF_REFUSAL = "refused its arguments with TypeError: is_causal = 7"
     ("published", "error", "text"),
     [
         (CLOSED, RingPeerError, "rank 1 raised MemoryError: no room"),
-        ({"check/1/1": json.dumps({REFUSED: TEXT_OF_REFUSAL}), "refused/1": "1"}, RingMismatchError, TEXT_OF_REFUSAL),
+        ({"check/1/1": json.dumps({REFUSED: TEXT_OF_REFUSAL}), REFUSED: "1/1"}, RingMismatchError, TEXT_OF_REFUSAL),
     ],
     ids=["closed", "refused"],
 )
