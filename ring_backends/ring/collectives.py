@@ -117,7 +117,7 @@ def _compare(
     mine = torch.tensor(row, dtype=torch.float64, device=_device(ring))
     fields = {**event.fields, **values}
     call = agreement.begin(_COMPARISON, details=fields, timeout=timeout)
-    gathered = _all_gather(ring, call, mine).tolist()
+    gathered = ring.all_gather(call, mine, 0).tolist()
     _synchronize(ring, mine)
     if any(row[0] != digest for row in gathered):
         agreement.raise_difference(fields)
@@ -143,13 +143,13 @@ def gather_texts(
     padded = torch.frombuffer(bytearray(mine.ljust(max(lengths), b"\0")), dtype=torch.uint8).to(_device(ring))
     call = _begin(ring, f"texts of {name}", timeout)
     assert call is not None
-    gathered = _all_gather(ring, call, padded).cpu()
+    gathered = ring.all_gather(call, padded, 0).cpu()
     _synchronize(ring, padded)
     return [bytes(row[:length].tolist()).decode() for row, length in zip(gathered, lengths, strict=True)]
 
 
 def all_reduce(ring: Ring, name: str, tensor: Tensor) -> Tensor:
-    """Return the sum over the ranks, added in fp32 or fp64 in the same order on every rank.
+    """Return the sum over the ranks, added in fp32 or fp64, with the same bits on every rank.
 
     Raises:
         RingMismatchError, RingPeerError: a rank makes another call, or does not come in time.
@@ -158,9 +158,8 @@ def all_reduce(ring: Ring, name: str, tensor: Tensor) -> Tensor:
     if call is None:
         return tensor
     parts = tensor.detach().contiguous().view(-1).tensor_split(ring.size)
-    sums = {rank: torch.empty_like(part) for rank, part in enumerate(parts)}
-    sums[ring.rank] = ring.reduce_scatter(call, parts, 0).to(tensor.dtype)
-    ring.exchange(call, dict.fromkeys(ring.peers, sums[ring.rank]), {peer: sums[peer] for peer in ring.peers}, 1)
+    own = ring.reduce_scatter(call, parts.__getitem__, 0).to(tensor.dtype)
+    sums = dict(ring.parts_of_ranks(call, own, [len(part) for part in parts], 1))
     return torch.cat([sums[rank] for rank in range(ring.size)]).view(tensor.shape)
 
 
@@ -288,23 +287,6 @@ def _begin(ring: Ring, name: str, timeout: timedelta | None = None, **fields: ob
     if ring.agreement is None:
         return None
     return ring.agreement.begin(Configuration({"order of calls": name, **fields}), timeout=timeout)
-
-
-def _all_gather(ring: Ring, call: Call, mine: Tensor) -> Tensor:
-    """All-gather small tensors into one of [size, …], in log2(size) rounds (Bruck et al., 1997).
-
-    In round k a rank sends the 2^k tensors that it has to the rank 2^k before it.
-    """
-    blocks = mine.new_empty((ring.size, *mine.shape))
-    blocks[0] = mine
-    distance = 1
-    while distance < ring.size:
-        count = min(distance, ring.size - distance)
-        outgoing = {(ring.rank - distance) % ring.size: blocks[:count]}
-        incoming = {(ring.rank + distance) % ring.size: blocks[distance : distance + count]}
-        ring.exchange(call, outgoing, incoming, distance)
-        distance *= 2
-    return blocks.roll(ring.rank, 0)
 
 
 def _synchronize(ring: Ring, mine: Tensor) -> None:

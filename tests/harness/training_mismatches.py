@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ring_backends.errors import RingMismatchError, RingPeerError
-from ring_backends.ring import collectives
 from ring_backends.ring.notices import Notices
 from ring_backends.ring.ring import Ring
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
@@ -186,7 +185,7 @@ class TrainingMismatchTests(TrainingSuite):
         trainer, counts = self.trainer(recipe), []
         for step in range(WARM_UP + 3):
             with (
-                mock.patch.object(collectives, "_all_gather", wraps=collectives._all_gather) as gathered,
+                mock.patch.object(Ring, "all_gather", autospec=True, side_effect=Ring.all_gather) as gathered,
                 mock.patch.object(Notices, "compare_configurations", autospec=True, side_effect=_COMPARE) as compared,
             ):
                 trainer.step(step)
