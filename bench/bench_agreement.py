@@ -26,7 +26,7 @@ def bench_agreed_call(benchmark: Any) -> None:
 
     def agree() -> int:
         start = attention._start(call, inputs, needs_gradients=inputs.needs_gradients)
-        tags = [start(direction).call.tag(0) for direction in ("forward", "backward")]
+        tags = [start(direction, inputs).call.tag(0) for direction in ("forward", "backward")]
         return sum(tags)
 
     benchmark.group = "agreement"

@@ -122,6 +122,8 @@ def _start(call: AttentionCall, inputs: AttentionInputs, ring: Ring, ring_pass: 
     return partial(_hops, alone, configuration, ring, ring_pass)
 
 
-def _hops(agreement: Agreement, configuration: Configuration, ring: Ring, ring_pass: Any, direction: str) -> Hops:
+def _hops(
+    agreement: Agreement, configuration: Configuration, ring: Ring, ring_pass: Any, direction: str, _: AttentionInputs
+) -> Hops:
     call = agreement.begin(configuration, direction=direction)
     return Hops(ring.rank, ring_pass, call, agreement, ring.traffic)

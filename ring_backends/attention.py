@@ -400,13 +400,21 @@ class RingDilatedAttention(nn.Module, ABC):
         if self.ring.agreement is None:
             return no_hops
         configuration = call.configuration(inputs, self._module_number, needs_gradients=needs_gradients)
-        return partial(self._hops, configuration)
+        return partial(self._hops, call, configuration, needs_gradients)
 
-    def _hops(self, configuration: Configuration, direction: str) -> Hops:
+    def _hops(
+        self,
+        call: AttentionCall,
+        configuration: Configuration,
+        needs_gradients: bool,
+        direction: str,
+        inputs: AttentionInputs,
+    ) -> Hops:
         agreement = self.ring.agreement
         assert agreement is not None
-        call = agreement.begin(configuration, direction=direction)
-        return Hops(self.ring.rank, self.ring_pass, call, agreement, self.ring.traffic)
+        begun = agreement.begin(configuration, direction=direction)
+        self.ring.connect(begun, call.pairs(inputs, needs_gradients=needs_gradients), inputs.query)
+        return Hops(self.ring.rank, self.ring_pass, begun, agreement, self.ring.traffic)
 
     def extra_repr(self) -> str:
         options = asdict(self.pattern) | {"scale": self.scale, "kernel": self.kernel, "dropout_p": self.dropout_p}

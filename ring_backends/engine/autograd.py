@@ -37,11 +37,11 @@ class Executor(Protocol):
         ...
 
 
-Start = Callable[[str], "Hops | None"]
-"""direction -> Hops: waits until the ranks agree on a forward or backward. Returns None in a ring of one."""
+Start = Callable[[str, AttentionInputs], "Hops | None"]
+"""(direction, inputs) -> Hops: waits until the ranks agree on a forward or backward. Returns None in a ring of one."""
 
 
-def no_hops(direction: str) -> None:
+def no_hops(direction: str, inputs: AttentionInputs) -> None:
     """The :data:`Start` of a ring of one."""
 
 
@@ -64,13 +64,13 @@ class RingExecutor:
         return attend_as_operator(self._forward, inputs)
 
     def _forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, int]:
-        hops = self.start("forward")
+        hops = self.start("forward", inputs)
         return *forward(self.call, inputs, hops), 0 if hops is None else hops.call.number
 
     def backward(
         self, inputs: AttentionInputs, out: Tensor, lse: Tensor, grad_out: Tensor, call_number: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return backward(self.call, inputs, out, lse, grad_out, self.start(backward_of(call_number)))
+        return backward(self.call, inputs, out, lse, grad_out, self.start(backward_of(call_number), inputs))
 
 
 def _refuse_tangents(inputs: AttentionInputs) -> None:

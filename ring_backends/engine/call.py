@@ -8,7 +8,7 @@ ranks compare. :func:`look_up` finds it again for a later call. Rule: its key ho
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from types import NoneType
@@ -69,6 +69,7 @@ class AttentionCall:
     in_place: Mapping[int, StepKernel] = field(default_factory=dict)
     few_hops: bool = True
     _plans: dict[bool, RankPlan] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _pairs: dict[bool, frozenset[tuple[int, int]]] = field(default_factory=dict, init=False, compare=False, repr=False)
     _configurations: dict[object, Configuration] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
@@ -80,6 +81,16 @@ class AttentionCall:
         if backward not in self._plans:
             self._plans[backward] = self._plan(inputs, backward=backward)
         return self._plans[backward]
+
+    def pairs(self, inputs: AttentionInputs, *, needs_gradients: bool) -> Iterator[tuple[int, int]]:
+        """(source, destination) of the messages of this rank in a forward, and in its backward if it has one.
+
+        No plan is made before the first pair is read.
+        """
+        for backward in (False, True)[: 1 + needs_gradients]:
+            if backward not in self._pairs:
+                self._pairs[backward] = self.plan(inputs, backward=backward).pairs(backward=backward)
+            yield from self._pairs[backward]
 
     def _plan(self, inputs: AttentionInputs, *, backward: bool) -> RankPlan:
         query = inputs.query

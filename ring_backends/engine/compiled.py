@@ -216,7 +216,7 @@ def ring_forward(
     # The tensors were cast during tracing, so autocast must not cast them again.
     with without_autocast(inputs.query.device):
         inputs, call = attention._check_call(inputs, _settings(constants))
-        hops = attention._start(call, inputs, needs_gradients=needs_gradients)("forward")
+        hops = attention._start(call, inputs, needs_gradients=needs_gradients)("forward", inputs)
         out, lse = forward(call, inputs, hops)
     number = 0 if hops is None else hops.call.number
     return out, lse, torch.tensor([int(module), number], device="cpu")
@@ -237,7 +237,7 @@ def ring_backward(
     inputs, out, lse, grad_out = _inputs_of_backward(tensors, options)
     with without_autocast(inputs.query.device):
         inputs, call = attention._check_call(inputs, _settings(constants))
-        hops = attention._start(call, inputs, needs_gradients=True)(backward_of(call_number))
+        hops = attention._start(call, inputs, needs_gradients=True)(backward_of(call_number), inputs)
         return backward(call, inputs, out, lse, grad_out, hops)
 
 

@@ -26,6 +26,7 @@ from ring_backends.ring import nccl_settings
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.launcher import LOOPBACK, check_visible_gpus, complete_environment, local_world_size
 from ring_backends.ring.ring import Ring, Traffic
+from ring_backends.ring.transfer import post_batch
 from ring_backends.ring.watchdog import WATCHDOG, call_with_timeout
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.torch_internals import internal
@@ -175,13 +176,13 @@ def connect(
     assert world is not None
     store = PrefixStore(name, world.get_group_store())
     group = _new_group(ranks, store, name, max(timeout, START_TIMEOUT))
-    _open_connections(group, max(timeout, START_TIMEOUT))
-    over_nccl = _nccl_device(group) is not None
+    connected = _open_connections(group, max(timeout, START_TIMEOUT))
+    over_nccl = connected is not None
     group.set_timeout(timeout + _NCCL_MARGIN if over_nccl else timeout)
     has_error = partial(_nccl_has_error, group) if over_nccl else lambda: False
     agreement = Agreement(store, rank, size, timeout, partial(abort, group), has_error)
     WATCHDOG.add(agreement)
-    return replace(ring, size=size, rank=rank, group=group, agreement=agreement)
+    return replace(ring, size=size, rank=rank, group=group, agreement=agreement, connected=connected)
 
 
 _worlds: weakref.WeakKeyDictionary[Traffic, Ring] = weakref.WeakKeyDictionary()
@@ -262,31 +263,28 @@ def _unbound(world: dist.ProcessGroup) -> Iterator[None]:
         world.bound_device_id = device
 
 
-def _open_connections(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Open the connections between all ranks of the group, before a hop in which some of them take no part.
+def _open_connections(group: dist.ProcessGroup, timeout: timedelta) -> set[tuple[int, int]] | None:
+    """Make the connections of the group that need all ranks, before a hop in which some of them take no part.
 
-    NCCL makes a group's communicator at the group's first operation, and all ranks must join that. In a group of gloo
-    and NCCL, ``barrier`` uses gloo, so an operation on the GPU follows. The exchange opens the connections of the hops,
-    nearly all of which go to a neighbour. A wait with a timeout blocks the host over NCCL too.
+    NCCL makes a group's communicator at the group's first operation, and all ranks must join that. Here it is one
+    message from each rank to the next, which nearly all later hops use too. A collective would also connect the ranks
+    as its algorithm needs them, and every connection takes memory of the GPU. A wait with a timeout blocks the host
+    over NCCL too.
+
+    Returns:
+        The (source, destination) pairs with this rank that NCCL has connected; None without NCCL.
     """
-    dist.barrier(group)
+    if "cpu:" in dist.get_backend_config(group):  # a barrier may go over NCCL, if the group is bound to a GPU
+        dist.all_reduce(torch.zeros(1, device="cpu"), group=group)
     device = _nccl_device(group)
     if device is None:
-        return
-    work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
-    assert work is not None
-    work.wait(timeout)
+        return None
     rank, size = group.rank(), group.size()
-    neighbours = {(rank - 1) % size, (rank + 1) % size}
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(operation, torch.zeros(1, device=device), group=group, group_peer=peer)
-            for peer in sorted(neighbours)
-            for operation in (dist.irecv, dist.isend)
-        ]
-    )
-    for work in works:
+    before, after = (rank - 1) % size, (rank + 1) % size
+    sent, received = torch.zeros(2, 1, dtype=torch.uint8, device=device)
+    for work in post_batch(group, [(after, sent)], [(before, received)], tag=1):
         work.wait(timeout)
+    return {(before, rank), (rank, after)}
 
 
 def _nccl_device(group: dist.ProcessGroup) -> torch.device | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -21,11 +21,15 @@ from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ring_backends.errors import RingMismatchError, RingPeerError
+from ring_backends.ring import transfer
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.calls import Call, Configuration, backward_of
 from ring_backends.ring.pooling import How, pool
 from ring_backends.ring.transfer import Transfer, post_batch, post_works
 from ring_backends.schedule.layout import LayoutKind, SequenceLayout
+
+CONNECT = 0xFFFF
+"""The index in the tag of messages that only connect ranks."""
 
 
 @dataclass(eq=False)
@@ -63,6 +67,8 @@ class Ring:
         adapter: name in the registry of the adapter whose ``initialize`` made the ring.
         parts: for each living tensor that :meth:`shard` has returned, the dimension and this rank's number of rows. All
             layouts of the ring share it.
+        connected: the (source, destination) pairs with this rank that NCCL has connected; None if hops do not go over
+            NCCL. All layouts of the ring share it.
     """
 
     size: int = 1
@@ -80,8 +86,9 @@ class Ring:
     parts: WeakTensorKeyDictionary = dataclasses.field(
         default_factory=WeakTensorKeyDictionary, repr=False, compare=False
     )
+    connected: set[tuple[int, int]] | None = dataclasses.field(default=None, repr=False, compare=False)
 
-    _connections: ClassVar[tuple[str, ...]] = ("group", "agreement", "traffic", "parts")
+    _connections: ClassVar[tuple[str, ...]] = ("group", "agreement", "traffic", "parts", "connected")
     """The fields that a pickle leaves out."""
 
     def __post_init__(self) -> None:
@@ -244,17 +251,54 @@ class Ring:
         Raises:
             RingMismatchError, RingPeerError: a peer made another call, or did not come in time.
         """
+        outgoing, incoming = _as_buffers(outgoing), _as_buffers(incoming)
+        buffers = [*outgoing.values(), *incoming.values()]
+        if buffers:
+            pairs = [*((self.rank, peer) for peer in outgoing), *((peer, self.rank) for peer in incoming)]
+            self.connect(call, pairs, buffers[0])
+            self._hop(call, outgoing, incoming, index, "tensors")
+
+    def connect(self, call: Call, pairs: Iterable[tuple[int, int]], tensor: Tensor) -> None:
+        """Connect the ranks that are to exchange tensors like ``tensor`` over NCCL, unless they are connected.
+
+        NCCL connects two ranks at their first message. Both hosts wait for each other then, within the post. Only an
+        abort ends this wait, and NCCL's abort frees the communicator while the waiting thread may still use it. So the
+        first call of a configuration makes its connections before its first hop, right after the ranks have compared
+        the configuration through the store: all of them are alive then, and have posted all earlier hops. If a rank
+        dies or stops in this short time, the abort at the deadline may still end the process.
+
+        Args:
+            call: what ``agreement.begin`` returned. The pairs depend on nothing but its configuration, so that all
+                ranks connect in the same calls.
+            pairs: (source, destination), one of which is this rank. They are not read if hops do not go over NCCL.
+
+        Raises:
+            RingMismatchError, RingPeerError: a peer made another call, or did not come in time.
+        """
+        if self.connected is None or transfer.stream_device([tensor]) is None:
+            return
         assert self.agreement is not None
-        hop = None
+        with self.agreement.report_errors(call):
+            new = sorted(set(pairs) - self.connected)
+            if new:
+                byte = torch.zeros(1, dtype=torch.uint8, device=tensor.device)
+                outgoing = {peer: byte for source, peer in new if source == self.rank}
+                incoming = {peer: torch.empty_like(byte) for peer, destination in new if destination == self.rank}
+                self._hop(call, outgoing, incoming, CONNECT, "the connections")
+                self.connected.update(new)
+
+    def _hop(
+        self, call: Call, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], index: int, what: str
+    ) -> None:
+        """Post a hop outside of attention, and wait for it."""
+        assert self.agreement is not None
         what = (
-            f"rank {self.rank} waited in {call.position['order of calls']} ({call.direction}) for tensors from ranks "
+            f"rank {self.rank} waited in {call.position['order of calls']} ({call.direction}) for {what} from ranks "
             f"{[*incoming]} and to ranks {[*outgoing]}"
         )
         try:
-            outgoing, incoming = _as_buffers(outgoing), _as_buffers(incoming)
-            if outgoing or incoming:
-                with self.agreement.waiting(call):  # NCCL connects to a new peer within the post
-                    hop = self.post(outgoing, incoming, call.tag(index)).wait(call.time_left())
+            with self.agreement.waiting(call):
+                hop = self.post(outgoing, incoming, call.tag(index)).wait(call.time_left())
         except Exception as error:
             self.agreement.fail(call, what, error)
         self.agreement.follow(call, what, hop)

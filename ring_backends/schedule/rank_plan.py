@@ -268,6 +268,20 @@ class RankPlan:
         sent = dict.fromkeys(parcel for hop in self.spread for message in hop.sends for parcel in message.parcels)
         return tuple(parcel for parcel in sent if parcel not in received)
 
+    def pairs(self, *, backward: bool) -> frozenset[tuple[int, int]]:
+        """(source, destination) of every message that this rank sends or receives, in a forward or in a backward."""
+        hops: list[SpreadHop | Step] = [*self.spread, *(step for _, step in self.steps)]
+        sends = [message for hop in hops for message in hop.sends]
+        receives = [message for hop in hops for message in hop.receives]
+        if backward:  # dK and dV of spread branches go back the same way
+            sends += [message for _, step in self.steps for message in step.grad_sends]
+            sends += [message for hop in self.spread for message in hop.receives]
+            receives += [message for _, step in self.steps for message in step.grad_receives]
+            receives += [message for hop in self.spread for message in hop.sends]
+        return frozenset(
+            [*((self.rank, message.peer) for message in sends), *((message.peer, self.rank) for message in receives)]
+        )
+
     def num_hops(self, *, backward: bool) -> int:
         """How many hops this rank takes part in, in a forward or in a backward."""
         steps = [step for _, step in self.steps]

@@ -56,7 +56,6 @@ def groups_of_nccl(made: list[dict[str, Any]]) -> Iterator[None]:
         mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"),
         mock.patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), create=True),
         mock.patch.object(rendezvous, "_nccl_device", return_value=CPU),
-        mock.patch.object(dist, "barrier"),  # on the GPU of the bound group
     ):
         yield
     assert world.bound_device_id == GPU
@@ -88,6 +87,35 @@ def test_errors_that_torch_found() -> None:
     wrapped = SimpleNamespace(wrapped_pg=backends[1])  # as with TORCH_DISTRIBUTED_DEBUG=DETAIL
     groups.append(SimpleNamespace(_get_backend=lambda device: wrapped))
     assert [rendezvous._nccl_has_error(group) for group in groups] == [False, True, True, True]
+
+
+@on_every_rank
+def test_the_first_operation_of_a_ring_over_nccl() -> None:
+    """Every rank sends to the next one and makes no collective over NCCL, as a barrier of a bound group would be."""
+    posted: list[Any] = []
+
+    def post(operations: Any, post: Any = dist.batch_isend_irecv) -> Any:
+        posted.extend(operations)
+        return post(operations)
+
+    forbidden = {name: mock.Mock(side_effect=AssertionError) for name in ("barrier", "broadcast", "all_gather")}
+    with (
+        mock.patch.multiple(dist, **forbidden, batch_isend_irecv=post),
+        mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce,
+        groups_of_nccl([]),
+    ):
+        ring = native.initialize(ring_size=4)
+    before, after = (ring.rank - 1) % 4, (ring.rank + 1) % 4
+    assert [(operation.op, operation.group_peer) for operation in posted] == [(dist.irecv, before), (dist.isend, after)]
+    assert ring.connected == {(before, ring.rank), (ring.rank, after)}
+    assert [call.args[0].device for call in all_reduce.call_args_list] == [CPU]
+    with (
+        groups_of_nccl([]),
+        mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"),  # without gloo
+        mock.patch.multiple(dist, **forbidden, all_reduce=forbidden["barrier"]),
+    ):
+        assert native.initialize(ring_size=4).connected == ring.connected
+    assert native.initialize(ring_size=4).connected is None
 
 
 @pytest.mark.parametrize(("bound", "used"), [(torch.device("cuda", 3), 3), (None, 0)])

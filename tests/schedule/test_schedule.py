@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import textwrap
 from collections import Counter
@@ -83,6 +84,19 @@ def keys_of_messages(hops: dict[int, Any], kind: str) -> dict[tuple[int, int, in
                 assert (index, rank, message.peer) not in found
                 found[index, rank, message.peer] = [parcel.key for parcel in message.parcels]
     return found
+
+
+def check_pairs(schedule: RingSchedule) -> None:
+    """Check that both ends of each message name the pair of ranks, in the forward plans and in the backward plans."""
+    for backward in (False, True):
+        plans = [
+            rank_plan(schedule, rank, **SIZES, backward=backward, threads=1 + rank % 3)
+            for rank in range(schedule.layout.ring_size)
+        ]
+        pairs = [plan.pairs(backward=backward) for plan in plans]
+        for rank, of_rank in enumerate(pairs):
+            assert all(rank in pair and pair[0] != pair[1] for pair in of_rank)
+            assert all(pair in pairs[end] for pair in of_rank for end in pair)
 
 
 def check_forwarding(schedule: RingSchedule) -> None:
@@ -241,6 +255,15 @@ def test_only_needed_rows_travel_and_every_visible_pair_is_computed_once(part, c
                     home = [p for p in message.parcels if message.peer == owner_of(schedule.layout, p.start)]
                     assert all(parcel in used for parcel in home)
     assert all(count == 1 for count in visits.values())
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_both_ends_name_each_pair_of_ranks(layout: Any, is_causal: bool) -> None:
+    pattern = DilatedPattern((None, None), (1, 4), window_lengths=(9, None))
+    for spread, size in itertools.product((contextlib.nullcontext, every_branch_spread), range(2, 17)):
+        with spread():
+            check_pairs(RingSchedule(pattern, SequenceLayout(4 * size + 3, size, layout), 2, 1, is_causal))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
