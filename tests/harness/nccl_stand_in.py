@@ -102,7 +102,7 @@ class Stream:
 
 
 def _carry_out(stream: weakref.ref[Stream], operations: queue.SimpleQueue[Callable[[], object] | None]) -> None:
-    with torch.no_grad():
+    with torch.inference_mode():  # which may write tensors of either kind
         while (operation := operations.get()) is not None:
             try:
                 operation()

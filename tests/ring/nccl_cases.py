@@ -57,6 +57,7 @@ class SimulatedRing(Ring):
             ranks=tuple(range(size)),
             agreement=agreement,
             timeout=agreement.timeout,
+            connected=set(),
             communicator=communicator,
             abort=abort,
             store=store,

@@ -354,7 +354,8 @@ def test_a_post_that_waits_for_a_lost_peer(how: str, where: str) -> None:
                 ring.agreement.report_error("a tile", MemoryError("no room"))
             return None
         ring.communicator.forget()
-        return ending(lambda: attend(*inputs) if where == "attention" else ring.unshard(inputs[0]))
+        part = partial(attend, *inputs) if where == "attention" else partial(ring.unshard, inputs[0])
+        return ending(lambda: (part(), ring.synchronize()))
 
     results = run(4, call, seconds=60 if how == "raises" else 5)
     for rank in (0, 2, 3):
