@@ -47,6 +47,9 @@ from ring_backends.ring.notices import REFUSED, Notices, Report, error_of_report
 from ring_backends.ring.stream_hops import FollowedHop, FollowedHops, StreamHop, StreamHopError
 from ring_backends.ring.watchdog import WATCHDOG
 
+_LONGEST_POST = 0.5
+"""Seconds after which a post counts as waiting for a peer. Others take less than a millisecond."""
+
 
 @dataclass(eq=False)
 class Wait:
@@ -93,6 +96,7 @@ class Agreement:
     Attributes:
         context: fields that must be equal on all ranks in the following calls. They are part of the tags of hops, so
             that ranks with different fields do not read each other's bytes.
+        posting: a lock that the ring's thread holds while it posts a hop.
     """
 
     store: InitVar[Store]
@@ -102,6 +106,7 @@ class Agreement:
     abort: Callable[[], None]
     has_error: Callable[[], bool] = lambda: False
     context: Mapping[str, object] = field(default_factory=dict)
+    posting: Any = field(default_factory=threading.Lock, init=False)
     _agreed: set[bytes] = field(default_factory=set)
     _num_calls: int = 0
     _num_modules: int = 0
@@ -288,7 +293,7 @@ class Agreement:
         """
         has_deadline = end is None or progress is not None
         seconds = call.timeout.total_seconds() - grace(call.timeout) if has_deadline else math.inf
-        wait = Wait(call, end or self.abort, seconds, progress or (lambda: None), ends_on_refusal)
+        wait = Wait(call, end or self._close_connections, seconds, progress or (lambda: None), ends_on_refusal)
         before, self._num_waits = self._waiting, self._num_waits + 1
         self._waiting = wait
         try:
@@ -298,6 +303,19 @@ class Agreement:
                 self._waiting = before
         if wait.is_ended:
             raise RuntimeError("a wait for a peer was ended")
+
+    def _close_connections(self) -> None:
+        """Close the ring's connections, between posts if possible.
+
+        NCCL's abort frees a communicator even while a post uses it. But a post that waits for a peer ends in no other
+        way.
+        """
+        is_between_posts = self.posting.acquire(timeout=_LONGEST_POST)
+        try:
+            self.abort()
+        finally:
+            if is_between_posts:
+                self.posting.release()
 
     def wait_number(self) -> int | None:
         """A number that changes with each wait and each call; None if this rank waits for nothing."""
@@ -342,7 +360,7 @@ class Agreement:
             if self._waiting is not wait:  # it has finished meanwhile, so the connections that it used stay open
                 return
             wait.is_ended = True
-            self._is_aborted |= wait.end == self.abort
+            self._is_aborted |= wait.end == self._close_connections
         wait.end()
 
     def peer_has_failed(self) -> bool:
@@ -477,5 +495,5 @@ class Agreement:
                 # Copies: the thread of a failed hop on a stream is not the thread that makes calls.
                 calls = {latest.number: latest.position for latest in list(self._latest)}
                 self._report = self._notices.close(calls, raised)
-                self.abort()
+                self._close_connections()
             return self._report

@@ -298,7 +298,9 @@ class Ring:
         )
         try:
             with self.agreement.waiting(call):
-                hop = self.post(outgoing, incoming, call.tag(index)).wait(call.time_left())
+                with self.agreement.posting:
+                    posted = self.post(outgoing, incoming, call.tag(index))
+                hop = posted.wait(call.time_left())
         except Exception as error:
             self.agreement.fail(call, what, error)
         self.agreement.follow(call, what, hop)

@@ -224,6 +224,24 @@ def test_the_refusal_of_an_earlier_call_is_named() -> None:
         ranks[0].fail(call, "rank 0 waited", TimeoutError())
 
 
+def test_connections_are_closed_between_posts() -> None:
+    """NCCL's abort frees what a post uses. A post that waits for a peer is ended by the abort."""
+    events: list[str] = []
+    alone = Agreement(HashStore(), 0, 1, timedelta(seconds=20), lambda: events.append("closed"))
+    closing = threading.Thread(target=alone.report_error, args=("forward", ValueError("broken")))
+    with alone.posting:
+        closing.start()
+        time.sleep(0.1)
+        events.append("posted")
+    closing.join(10)
+    assert events == ["posted", "closed"]
+
+    stuck = Agreement(HashStore(), 0, 1, timedelta(seconds=20), lambda: events.append("ended"))
+    with stuck.posting:
+        stuck.report_error("forward", ValueError("broken"))
+    assert events[-1] == "ended"
+
+
 @THOROUGH
 def test_progress_moves_the_deadline_of_a_wait() -> None:
     alone, steps = agreement(HashStore(), 0, 0.4), [0]
