@@ -34,8 +34,11 @@ import torch.distributed as dist
 import typer
 from nccl_parts import A_MOMENT, PARTS, RING_SECONDS, Cuda, NotRunError, Part, StandIn
 from options import Json
+from rich import box
+from rich.markup import escape
+from rich.table import Table
 
-from ring_backends.cli.output import print_table, write_json
+from ring_backends.cli.output import print_table, wide_console, write_json
 from ring_backends.releases import versions
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -106,11 +109,11 @@ def main(
         raise typer.BadParameter("torch finds no GPU; --stand-in runs the parts that need none.")
     if everything and num_gpus == 1:
         raise typer.BadParameter("--everything needs several GPUs, and torch finds one; leave it out.")
-    found: Row = {"parts": [], **releases(stand_in), "command": ["nccl_on_one_gpu.py", *sys.argv[1:]]}
+    found: Row = {"parts": [], **releases(stand_in), "command": [re.sub(r"[^=\s]*/", "", word) for word in sys.argv]}
     for name in part or PARTS:
         for ranks in PARTS[name].ranks:
             shares = num_gpus < ranks if share_gpu is None else share_gpu
-            print(f"{name} on {ranks} ranks: at most {PARTS[name].seconds:g} s", flush=True)
+            print(f"{name} on {ranks} ranks", flush=True)
             row = run_part(name, PARTS[name], ranks, stand_in, shares)
             print(f"  {shown_result(row)} in {row['seconds']} s: {row['saw']}", flush=True)
             found["parts"].append(row)
@@ -180,6 +183,7 @@ def ask_ranks(name: str, part: Part, ranks: int, stand_in: bool, shares: bool, f
 
     The ranks have a session of their own, so Ctrl-C reaches only this process, which then kills them.
     """
+    limit = part.seconds * (3 if stand_in else 1)  # the processes compete for the cores
     command = [sys.executable, sys.argv[0], "--rank-of", name, *(["--stand-in"] if stand_in else [])]
     asked = [rank for rank in range(ranks) if rank != part.lost]
     processes: list[subprocess.Popen[bytes]] = []
@@ -197,8 +201,8 @@ def ask_ranks(name: str, part: Part, ranks: int, stand_in: bool, shares: bool, f
                 start_new_session=True,
             )
             processes.append(process)
-        wait_for_answers(processes, asked, part.seconds, folder)
-        answers = {rank: answer_of(rank, processes[rank], part.seconds, folder) for rank in asked}
+        wait_for_answers(processes, asked, limit, folder)
+        answers = {rank: answer_of(rank, processes[rank], limit, folder) for rank in asked}
     for rank, answer in answers.items():
         if answer["passed"] is False:
             print(f"--- the last output of rank {rank} of {name}\n{last_lines(rank, folder)}", flush=True)
@@ -267,7 +271,11 @@ def answer_of(rank: int, process: subprocess.Popen[bytes], limit: float, folder:
         answer: Row = json.loads(file.read_text())
         return answer
     status = process.poll()
-    saw = f"no answer within {limit:g} s" if status is None else f"the process ended with status {status}"
+    saw = (
+        f"no answer within {limit:g} s"
+        if status in (None, -signal.SIGUSR1)
+        else f"the process ended with status {status}"
+    )
     return {"passed": False, "saw": f"{saw}; last line: {last_lines(rank, folder, 1)}"}
 
 
@@ -339,21 +347,22 @@ def save(file: Path | None, found: Row) -> None:
 def without_names(value: Any) -> Any:
     """The same value without folders, user names, host names and addresses in its texts."""
     if isinstance(value, dict):
-        return {without_names(key): without_names(part) for key, part in value.items()}
+        return {key: without_names(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
         return [without_names(part) for part in value]
     if not isinstance(value, str):
         return value
-    text = re.sub(r"(?<![\w.:/~])~?/(?:[^\s/'\":,;()]+/)+", "", value)  # folders
     for name, shown in private_names().items():
-        text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", shown, text)
-    return re.sub(r"\b(?!127\.0\.0\.1\b)\d{1,3}(?:\.\d{1,3}){3}\b", "ADDRESS", text)
+        value = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", shown, value)
+    value = re.sub(r"([\"'])~?/[^\"'\n]*/", r"\1", value)  # folders in quotes, with spaces or without
+    value = re.sub(r"(?<![\w.:/])~?/(?:[^\s/'\":,;()]+/)+", "", value)
+    return re.sub(r"\b(?!127\.0\.0\.1\b)\d{1,3}(?:\.\d{1,3}){3}\b", "ADDRESS", value)
 
 
 def private_names() -> dict[str, str]:
     """The names of this machine and its user, longest first, and what stands for them."""
     host = socket.gethostname()
-    names = {str(Path.home()): "HOME", str(Path.cwd()): "", host: "HOST", host.partition(".")[0]: "HOST"}
+    names = {str(Path.home()): "~", str(Path.cwd()): ".", host: "HOST", host.partition(".")[0]: "HOST"}
     with contextlib.suppress(KeyError, OSError):  # a user without a name
         names[getpass.getuser()] = "USER"
     return {name: names[name] for name in sorted(names, key=len, reverse=True) if name}
@@ -364,17 +373,16 @@ def shown_result(row: Row) -> str:
 
 
 def show_table(found: Row) -> None:
-    title = ", ".join(
-        f"{name} {found[name]}"
-        for name in ("torch", "nccl", "cuda", "driver", "device", "ring_backends")
-        if found[name]
-    )
-    columns = ("part", "ranks", "passed", "seconds", "transport", "what it saw")
-    rows = (
-        (row["name"], row["ranks"], shown_result(row), row["seconds"], row["transport"] or "-", row["saw"])
-        for row in found["parts"]
-    )
-    print_table(title, columns, rows)
+    named = ("torch", "nccl", "cuda", "driver", "device", "ring_backends")
+    title = ", ".join(f"{name} {found[name]}" for name in named if found[name])
+    table = Table(title=escape(title), title_justify="left", box=box.SIMPLE, pad_edge=False)
+    for column in ("part", "ranks", "passed", "seconds", "transport"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("what it saw", overflow="fold")
+    for row in found["parts"]:
+        cells = row["name"], row["ranks"], shown_result(row), row["seconds"], row["transport"] or "-", row["saw"]
+        table.add_row(*(escape(str(cell)) for cell in cells))
+    wide_console().print(table)
     for name in ("compare", "probe"):
         if name in found:
             print(f"{name}: {found[name].get('error', 'done')}")

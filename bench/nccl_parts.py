@@ -32,7 +32,7 @@ from ring_backends.testing.calls import FP64_TOLERANCE, LocalCall, Results, diff
 from ring_backends.testing.failing_calls import ODD_RANK, SMALL_CASE, ending
 from ring_backends.testing.faults import inject
 from ring_backends.testing.fine_cuts import every_branch_spread
-from ring_backends.testing.models import make_model
+from ring_backends.testing.models import DenseAttention, make_model
 from ring_backends.testing.rings import LAYOUTS, TWO_OF_TWO
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 from ring_backends.testing.training_runs import (
@@ -248,8 +248,11 @@ def random_calls(gpu: Gpu) -> str:
             with routes(route):
                 check_call(gpu, ring.with_layout(layout), case, adapter, f"{layout}, {route}", errors)
         counts[adapter] = len(calls)
-    shown = ", ".join(f"{name} {error:.0e}" for name, error in errors.items())
-    return f"calls {counts}, not importable {missing}; largest errors {shown}"
+    largest = torch.tensor([*errors.values()], dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    shown = ", ".join(f"{name} {error:.0e}" for name, error in zip(errors, largest.tolist(), strict=True))
+    calls = ", ".join(f"{count} calls of {adapter}" for adapter, count in counts.items())
+    return f"{calls}; not importable: {', '.join(missing) or 'none'}; largest errors {shown}"
 
 
 def check_call(gpu: Gpu, ring: Ring, case: AttentionCase, adapter: str, how: str, errors: dict[str, float]) -> None:
@@ -382,8 +385,6 @@ def batch(layout: LayoutKind, step: int) -> tuple[Tensor, Tensor]:
 
 def losses_alone(layout: LayoutKind, recipe: Recipe, states: list[State]) -> list[float]:
     """The loss before each step of a training in one process with these states."""
-    from ring_backends.testing.models import DenseAttention
-
     losses, model = [], make_model(recipe.model, lambda: DenseAttention(CASE), recipe.dtype, recipe.seed)
     for step, state in enumerate(states[: recipe.steps]):
         model.load_state_dict(state)
