@@ -66,7 +66,7 @@ SHARED_GPU = {
 
 TRANSPORT = re.compile(r"\bvia ((?:P2P|SHM|NET)/\w+)")
 SHOWN = 600
-"""The longest text of an error in the table and the file."""
+"""The longest text of an error. The last output of a rank without an answer may have three times as many characters."""
 
 
 @app.command(help=__doc__)
@@ -115,7 +115,7 @@ def main(
             shares = num_gpus < ranks if share_gpu is None else share_gpu
             print(f"{name} on {ranks} ranks", flush=True)
             row = run_part(name, PARTS[name], ranks, stand_in, shares)
-            print(f"  {shown_result(row)} in {row['seconds']} s: {row['saw']}", flush=True)
+            print(f"  {shown_result(row)} in {row['seconds']} s: {first_line(row)}", flush=True)
             found["parts"].append(row)
             save(json, found)
     if everything:
@@ -276,12 +276,11 @@ def answer_of(rank: int, process: subprocess.Popen[bytes], limit: float, folder:
         if status in (None, -signal.SIGUSR1)
         else f"the process ended with status {status}"
     )
-    return {"passed": False, "saw": f"{saw}; last line: {last_lines(rank, folder, 1)}"}
+    return {"passed": False, "saw": f"{saw}; its last output:\n{last_lines(rank, folder)[-3 * SHOWN :]}"}
 
 
-def last_lines(rank: int, folder: Path, number: int = 40) -> str:
-    lines = (folder / f"rank-{rank}.log").read_text(errors="replace").splitlines()
-    return "\n".join(lines[-number:])
+def last_lines(rank: int, folder: Path) -> str:
+    return "\n".join((folder / f"rank-{rank}.log").read_text(errors="replace").splitlines()[-40:])
 
 
 def end_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -372,6 +371,11 @@ def shown_result(row: Row) -> str:
     return {True: "passed", False: "FAILED", None: "not run"}[row["passed"]]
 
 
+def first_line(row: Row) -> str:
+    """What a part saw, without the last output of ranks, which has been printed."""
+    return str(row["saw"]).partition("\n")[0]
+
+
 def show_table(found: Row) -> None:
     named = ("torch", "nccl", "cuda", "driver", "device", "ring_backends")
     title = ", ".join(f"{name} {found[name]}" for name in named if found[name])
@@ -380,7 +384,7 @@ def show_table(found: Row) -> None:
         table.add_column(column, no_wrap=True)
     table.add_column("what it saw", overflow="fold")
     for row in found["parts"]:
-        cells = row["name"], row["ranks"], shown_result(row), row["seconds"], row["transport"] or "-", row["saw"]
+        cells = row["name"], row["ranks"], shown_result(row), row["seconds"], row["transport"] or "-", first_line(row)
         table.add_row(*(escape(str(cell)) for cell in cells))
     wide_console().print(table)
     for name in ("compare", "probe"):
