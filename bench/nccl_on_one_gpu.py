@@ -32,7 +32,7 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from nccl_parts import A_MOMENT, PARTS, RING_SECONDS, Cuda, NotRunError, Part, StandIn
+from nccl_parts import A_MOMENT, PARTS, Cuda, NotRunError, Part, StandIn
 from options import Json
 from rich import box
 from rich.markup import escape
@@ -261,7 +261,7 @@ def wait_for_answers(
             processes[rank].poll() is not None for rank in asked
         )
         if has_failed:
-            end = min(end, time.monotonic() + RING_SECONDS + A_MOMENT)
+            end = min(end, time.monotonic() + Cuda.timeout + A_MOMENT)
         time.sleep(0.1)
 
 

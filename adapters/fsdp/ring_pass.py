@@ -51,9 +51,8 @@ class StreamTransfer(Transfer):
     """A transfer whose operations were posted on a stream of their own.
 
     It holds the buffers until the compute stream waits for the hops. From then on the allocator may reuse their memory
-    in the order of the compute stream. ``record_stream`` would delay the reuse until the GPU has finished the hop. That
-    would raise the peak memory whenever the host runs ahead. Only a failed wait calls ``record_stream``, since nothing
-    orders the two streams then.
+    in the order of the compute stream. Only a failed wait calls ``record_stream``, since nothing orders the two streams
+    then. Over NCCL torch calls it for every buffer, so the memory is free only when NCCL's stream has used it.
     """
 
     transfer: Transfer

@@ -280,7 +280,7 @@ class Gpu(TorchDispatchMode):
             is_factory = not tensors and type(made) is Tensor and func._overloadpacket.__name__ in _FACTORIES
             return self._rehouse(made) if is_factory and made.device == DEVICE and made.numel() else made
         operator = _operator(func)
-        if operator.is_view:
+        if operator.is_view or kwargs.get("device", DEVICE) not in (DEVICE, None):  # such as meta tensors
             return func(*args, **kwargs)
         if operator.waits:
             current_stream().synchronize()
@@ -299,7 +299,7 @@ class Gpu(TorchDispatchMode):
                 current_stream().synchronize()
                 return func(*args, **kwargs)
             result = _map(lambda like: self.allocator.allocate(*like.value), made_of)
-            targets = [self.uses(tensor) if tensor.numel() else tensor for tensor in _flat(result)]
+            targets = [self.uses(tensor) if tensor.numel() else torch.empty_like(tensor) for tensor in _flat(result)]
         of_stream = functools.partial(self._input, {id(tensor) for tensor in written})
         inputs = _map(of_stream, args), {name: _map(of_stream, value) for name, value in kwargs.items()}
         current_stream().add(functools.partial(_compute, func, *inputs, targets))
@@ -310,8 +310,10 @@ class Gpu(TorchDispatchMode):
 
     def _input(self, written: set[int], value: Any) -> Any:
         """What a stream uses in place of an argument."""
-        if not isinstance(value, Tensor) or value.device != DEVICE or not value.numel():
+        if not isinstance(value, Tensor) or value.device != DEVICE:
             return value
+        if not value.numel():
+            return torch.empty_like(value)
         if id(value) in written or self.is_on_gpu(value):
             return self.uses(value)
         return value.detach().clone()  # of the host, which may overwrite it

@@ -20,10 +20,16 @@ from ring_backends.ring import stream_hops, transfer
 from ring_backends.ring.calls import Configuration
 from ring_backends.ring.transfer import WorkTransfer
 from ring_backends.testing import nccl_stand_in
+from ring_backends.testing.activation_checkpointing import ActivationCheckpointTests
 from ring_backends.testing.calls import call_here
-from ring_backends.testing.correctness import EDGE_CASES
+from ring_backends.testing.contiguity import ContiguityTests
+from ring_backends.testing.correctness import EDGE_CASES, CorrectnessTests, EdgeCaseTests
+from ring_backends.testing.faults import FaultTests, LostPeerTests
+from ring_backends.testing.layouts import LayoutTests
+from ring_backends.testing.messages import MessageTests
+from ring_backends.testing.mismatches import MismatchTests
 from ring_backends.testing.rings import FOUR, TWO, ring_here
-from ring_backends.testing.suite import TransportTests
+from ring_backends.testing.traffic import TrafficTests
 from ring_backends.testing.world import World
 
 ADAPTER = "ring_backends.adapters.native"
@@ -52,7 +58,28 @@ def pair(simulated_worlds: Callable[[int], World]) -> World:
     return simulated_worlds(2)
 
 
-class TestNative(TransportTests):
+class HopTests(
+    FaultTests,
+    MismatchTests,
+    LostPeerTests,
+    MessageTests,
+    TrafficTests,
+    LayoutTests,
+    ContiguityTests,
+    ActivationCheckpointTests,
+    EdgeCaseTests,
+    CorrectnessTests,
+):
+    """The suites whose calls exchange messages.
+
+    Left out is what the simulated GPU cannot do. torch.compile does not trace while a dispatch mode is active, and the
+    kernels for the CPU look for NaN on the host.
+    """
+
+    test_a_compiled_region_keeps_attention = None
+
+
+class TestNative(HopTests):
     adapter = ADAPTER
 
 
