@@ -1,17 +1,13 @@
-"""Hops over the strict stand-in for NCCL (:mod:`ring_backends.testing.nccl_stand_in`): all suites, and planted faults.
-
-No GPU runs here.
-"""
+"""Hops over the strict stand-in for NCCL: the suites with the native adapter, and planted faults. No GPU runs here."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
+from nccl_suites import BlockingHopTests, HopTests, Worlds, blocking_worlds, pair, simulated_worlds, world
 
 from ring_backends.engine import hops
 from ring_backends.engine.hops import Hop
@@ -19,68 +15,29 @@ from ring_backends.errors import RingMismatchError
 from ring_backends.ring import stream_hops, transfer
 from ring_backends.ring.calls import Configuration
 from ring_backends.ring.transfer import WorkTransfer
-from ring_backends.testing import nccl_stand_in
-from ring_backends.testing.activation_checkpointing import ActivationCheckpointTests
 from ring_backends.testing.calls import call_here
-from ring_backends.testing.contiguity import ContiguityTests
-from ring_backends.testing.correctness import EDGE_CASES, CorrectnessTests, EdgeCaseTests
-from ring_backends.testing.faults import FaultTests, LostPeerTests
-from ring_backends.testing.layouts import LayoutTests
-from ring_backends.testing.messages import MessageTests
-from ring_backends.testing.mismatches import MismatchTests
+from ring_backends.testing.correctness import EDGE_CASES
 from ring_backends.testing.rings import FOUR, TWO, ring_here
-from ring_backends.testing.traffic import TrafficTests
 from ring_backends.testing.world import World
+
+__all__ = ["blocking_worlds", "pair", "simulated_worlds", "world"]
 
 ADAPTER = "ring_backends.adapters.native"
 
 
-@pytest.fixture(scope="module")
-def gloo_world(worlds: Callable[[int], World]) -> World:
-    """The session's world of four ranks."""
-    return worlds(4)
-
-
-@pytest.fixture(scope="module")
-def simulated_worlds(adapters: list[str]) -> Iterator[Callable[[int], World]]:
-    """Worlds of ranks with a simulated GPU each."""
-    with contextlib.ExitStack() as stack:
-        yield lru_cache(lambda size: stack.enter_context(World(size, preload=adapters, prepare=nccl_stand_in.install)))
-
-
-@pytest.fixture(scope="module")
-def world(simulated_worlds: Callable[[int], World]) -> World:
-    return simulated_worlds(4)
-
-
-@pytest.fixture(scope="module")
-def pair(simulated_worlds: Callable[[int], World]) -> World:
-    return simulated_worlds(2)
-
-
-class HopTests(
-    FaultTests,
-    MismatchTests,
-    LostPeerTests,
-    MessageTests,
-    TrafficTests,
-    LayoutTests,
-    ContiguityTests,
-    ActivationCheckpointTests,
-    EdgeCaseTests,
-    CorrectnessTests,
-):
-    """The suites whose calls exchange messages.
-
-    Left out is what the simulated GPU cannot do. torch.compile does not trace while a dispatch mode is active, and the
-    kernels for the CPU look for NaN on the host.
-    """
-
-    test_a_compiled_region_keeps_attention = None
-
-
 class TestNative(HopTests):
     adapter = ADAPTER
+    quick = ("test_gradients_accumulate", "test_every_byte_of_a_message_arrives[2]")
+
+
+class TestNativeThatBlocks(BlockingHopTests):
+    adapter = ADAPTER
+
+
+@pytest.fixture(scope="module")
+def gloo_world(worlds: Worlds) -> World:
+    """The session's world of four ranks."""
+    return worlds(4)
 
 
 def post_hops_in_another_order_on_each_rank() -> None:

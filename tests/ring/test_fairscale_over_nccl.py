@@ -1,0 +1,17 @@
+"""The suites of hops over the strict stand-in for NCCL, with the fairscale adapter. No GPU runs here."""
+
+from __future__ import annotations
+
+from nccl_suites import BlockingHopTests, HopTests, blocking_worlds, pair, simulated_worlds, world
+
+__all__ = ["blocking_worlds", "pair", "simulated_worlds", "world"]
+
+
+class TestFairScale(HopTests):
+    adapter = "ring_backends.adapters.fairscale"
+    core_in_matrix = True
+
+
+class TestFairScaleThatBlocks(BlockingHopTests):
+    adapter = "ring_backends.adapters.fairscale"
+    core_in_matrix = True
