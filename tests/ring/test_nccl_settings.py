@@ -75,7 +75,7 @@ def test_torch_does_not_read_the_files_of_nccl(file: Path) -> None:
 )
 def test_detail_is_refused_where_torch_cannot_abort(release: str, level: Any, is_refused: bool) -> None:
     """The refusal comes before the rank tells the others that it is there."""
-    store: Any = mock.Mock(set=mock.Mock(side_effect=InterruptedError))
+    store: Any = mock.Mock(add=mock.Mock(side_effect=InterruptedError))
     with (
         mock.patch.object(torch, "__version__", TorchVersion(release)),
         mock.patch.object(nccl_settings, "get_debug_level", return_value=level),
