@@ -15,7 +15,7 @@ from native_ranks import ADAPTER
 from torch import Tensor, nn
 
 from ring_backends.adapters import native
-from ring_backends.ring import rendezvous, transfer
+from ring_backends.ring import transfer
 from ring_backends.ring.transfer import Transfer, needs_host, through_host
 from ring_backends.testing.calls import call_here
 from ring_backends.testing.correctness import EDGE_CASES
@@ -123,22 +123,6 @@ def test_a_hop_through_host_memory_arrives_when_it_is_waited_for():
     assert echo.waits == [timedelta(seconds=7)]
     assert torch.equal(incoming[3], torch.arange(5, dtype=torch.uint8))
     assert torch.equal(incoming[1], torch.full((7,), 9, dtype=torch.uint8))
-
-
-@on_every_rank
-def test_the_connections_of_a_group_are_open_before_its_first_hop() -> None:
-    """The group of the ring passes for one of NCCL."""
-    names = ["barrier", "all_reduce", "batch_isend_irecv"]
-    watched = mock.Mock(wraps=dist)
-    with (
-        mock.patch.object(rendezvous, "_nccl_device", return_value=torch.device("cpu")),
-        mock.patch.multiple(dist, **{name: getattr(watched, name) for name in names}),
-    ):
-        ring = native.initialize(ring_size=4, timeout=timedelta(seconds=60))
-    operations = [name for name, *_ in watched.mock_calls]
-    assert operations == names, operations
-    gathered = ring.unshard(torch.tensor([[float(ring.rank)]]), dim=1).flatten().tolist()
-    assert gathered == [0.0, 1.0, 2.0, 3.0], gathered
 
 
 @on_every_rank
