@@ -64,6 +64,12 @@ SHARED_GPU = {
 }
 """NCCL's settings for ranks that share a GPU, the same on every rank. The first two are essential."""
 
+AFTER_A_FAILURE = Cuda.timeout + A_MOMENT
+"""Seconds in which the other ranks have to answer after one has failed."""
+
+IPV6 = re.compile(
+    r"(?<![\w:])(?:(?:[0-9a-fA-F]{1,4}:){7}[0-9a-fA-F]{1,4}|(?:[0-9a-fA-F]{1,4}:){1,6}(?::[0-9a-fA-F]{1,4}){1,6})(?![\w:])"
+)
 TRANSPORT = re.compile(r"\bvia ((?:P2P|SHM|NET)/\w+)")
 SHOWN = 600
 """The longest text of an error. The last output of a rank without an answer may have three times as many characters."""
@@ -135,7 +141,7 @@ def releases(stand_in: bool) -> Row:
         "torch": installed["torch"],
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None,
         "cuda": installed["cuda"],
-        "driver": re.findall(r"\s(\d+(?:\.\d+)+)\s", driver.read_text())[0] if driver.exists() else None,
+        "driver": next(iter(re.findall(r"\s(\d+(?:\.\d+)+)\s", driver.read_text())), None) if driver.exists() else None,
         "device": "stand-in" if stand_in else ", ".join(sorted(device_names())),
         "ring_backends": installed["ring_backends"],
     }
@@ -220,6 +226,7 @@ def environment(rank: int, ranks: int, port: int, stand_in: bool, shares: bool, 
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0",  # some containers set 1, and trainings in fp32 are compared
         "NCCL_DEBUG": "INFO",
         "NCCL_DEBUG_FILE": str(folder / f"nccl-{rank}.log"),
     }
@@ -261,7 +268,7 @@ def wait_for_answers(
             processes[rank].poll() is not None for rank in asked
         )
         if has_failed:
-            end = min(end, time.monotonic() + Cuda.timeout + A_MOMENT)
+            end = min(end, time.monotonic() + AFTER_A_FAILURE)
         time.sleep(0.1)
 
 
@@ -272,7 +279,7 @@ def answer_of(rank: int, process: subprocess.Popen[bytes], limit: float, folder:
         return answer
     status = process.poll()
     saw = (
-        f"no answer within {limit:g} s"
+        f"no answer within {limit:g} s, or {AFTER_A_FAILURE:g} s after another rank has failed"
         if status in (None, -signal.SIGUSR1)
         else f"the process ended with status {status}"
     )
@@ -355,6 +362,7 @@ def without_names(value: Any) -> Any:
         value = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", shown, value)
     value = re.sub(r"([\"'])~?/[^\"'\n]*/", r"\1", value)  # folders in quotes, with spaces or without
     value = re.sub(r"(?<![\w.:/])~?/(?:[^\s/'\":,;()]+/)+", "", value)
+    value = IPV6.sub("ADDRESS", value)
     return re.sub(r"\b(?!127\.0\.0\.1\b)\d{1,3}(?:\.\d{1,3}){3}\b", "ADDRESS", value)
 
 

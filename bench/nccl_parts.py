@@ -46,7 +46,7 @@ from ring_backends.testing.training_runs import (
     train_alone,
 )
 
-A_MOMENT = 10.0
+A_MOMENT = 15.0
 """Seconds after the timeout of its ring within which a rank has to raise."""
 
 ADAPTERS = ("native", "fsdp", "fairscale", "deepspeed")  # DeepSpeed changes torch when it is imported

@@ -238,6 +238,7 @@ def test_texts_have_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
         'File "/home/ada/my project/run.py", line 3': 'File "run.py", line 3',
         "no /opt/conda/lib/libnccl.so, ~/x/y.txt": "no libnccl.so, y.txt",
         "gpu-7 and gpu-7.example.org at 10.0.0.7:29500 or 127.0.0.1": "HOST and HOST at ADDRESS:29500 or 127.0.0.1",
+        "fe80::1, [2001:db8:0:0:0:0:0:7]:29500, c10d::Work, 12:30:59": "ADDRESS, [ADDRESS]:29500, c10d::Work, 12:30:59",
         "ada, Canada, NET/Socket/0, 1/2, [1, 2]": "USER, Canada, NET/Socket/0, 1/2, [1, 2]",
     }.items():
         assert nccl_on_one_gpu.without_names([text, 7, None]) == [shown, 7, None]

@@ -183,6 +183,7 @@ class Step:
         if ring.agreement is None:
             return self.local_result()
         call = ring.agreement.begin(configuration)
+        ring.connect_all_gather(call, self.query)
         with ring.agreement.report_errors(call):
             out, lse = self.local_result()
             marks = self._marks().to(out.dtype)

@@ -93,7 +93,7 @@ class Hops:
         )
         tag = self.call.tag(2 * step + grads + (SPREAD if spread else 0))
         try:
-            with span(POST_SPAN), self.agreement.waiting(self.call), self.agreement.posting:
+            with span(POST_SPAN), self.agreement.waiting(self.call), self.agreement.posting():
                 hop = Hop(self.ring_pass(outgoing, incoming, tag), outgoing, description, self)
                 self.posted.append(hop)
         except Exception as error:

@@ -96,7 +96,6 @@ class Agreement:
     Attributes:
         context: fields that must be equal on all ranks in the following calls. They are part of the tags of hops, so
             that ranks with different fields do not read each other's bytes.
-        posting: a lock that the ring's thread holds while it posts a hop.
     """
 
     store: InitVar[Store]
@@ -106,7 +105,6 @@ class Agreement:
     abort: Callable[[], None]
     has_error: Callable[[], bool] = lambda: False
     context: Mapping[str, object] = field(default_factory=dict)
-    posting: Any = field(default_factory=threading.Lock, init=False)
     _agreed: set[bytes] = field(default_factory=set)
     _num_calls: int = 0
     _num_modules: int = 0
@@ -114,6 +112,7 @@ class Agreement:
     _waiting: Wait | None = None
     _failed_in: Call | None = None
     _ending: Any = field(default_factory=threading.Lock)
+    _posting: Any = field(default_factory=threading.Lock)
     _latest: deque[Call] = field(default_factory=lambda: deque(maxlen=64))
     _failure: str | None = None
     _report: Report | None = None
@@ -304,18 +303,31 @@ class Agreement:
         if wait.is_ended:
             raise RuntimeError("a wait for a peer was ended")
 
-    def _close_connections(self) -> None:
-        """Close the ring's connections, between posts if possible.
+    @contextlib.contextmanager
+    def posting(self) -> Iterator[None]:
+        """Wraps the post of a hop. Another thread closes the connections before it or after it, if possible.
 
-        NCCL's abort frees a communicator even while a post uses it. But a post that waits for a peer ends in no other
-        way.
+        NCCL's abort frees a communicator even while a post uses it. After an abort, NCCL refuses a message in the
+        middle of a batch, and the thread's group of NCCL calls stays open.
+
+        Raises:
+            RuntimeError: the connections are closed.
         """
-        is_between_posts = self.posting.acquire(timeout=_LONGEST_POST)
+        with self._posting:
+            if self._failure is not None or self._is_aborted:
+                raise RuntimeError("the connections of the ring are closed")
+            yield
+
+    def _close_connections(self) -> None:
+        is_between_posts = False
         try:
-            self.abort()
-        finally:
-            if is_between_posts:
-                self.posting.release()
+            is_between_posts = self._posting.acquire(timeout=_LONGEST_POST)
+        finally:  # a post that waits for a peer ends in no other way
+            try:
+                self.abort()
+            finally:
+                if is_between_posts:
+                    self._posting.release()
 
     def wait_number(self) -> int | None:
         """A number that changes with each wait and each call; None if this rank waits for nothing."""
@@ -378,7 +390,8 @@ class Agreement:
         if published is None:
             absent = self._notices.absent_ranks(call)
             cause = TimeoutError("not all ranks arrived")
-            self.fail(call, f"rank {self.rank} waited for ranks {absent} to compare configurations", cause)
+            whom = f"ranks {absent}" if absent else "a rank that stopped while it published its configuration"
+            self.fail(call, f"rank {self.rank} waited for {whom} to compare configurations", cause)
         refusals = [f"rank {rank} {fields[REFUSED]}" for rank, fields in published.items() if REFUSED in fields]
         if refusals:
             raise RingMismatchError(f"{'; '.join(refusals)}. The other ranks made the call; all ranks must make it.")

@@ -173,7 +173,8 @@ def _advice() -> Iterator[tuple[str, str]]:
 
 def _files() -> tuple[Path, ...]:
     """The files of settings that NCCL reads. The first one with a variable decides."""
-    return Path(os.environ.get("NCCL_CONF_FILE") or "~/.nccl.conf").expanduser(), Path("/etc/nccl.conf")
+    own = os.environ.get("NCCL_CONF_FILE") or "~/.nccl.conf"
+    return Path(os.path.expanduser(own)), Path("/etc/nccl.conf")
 
 
 def _values(file: Path) -> Iterator[tuple[str, str]]:

@@ -1,9 +1,9 @@
 """What the ranks of a ring publish for each other in its store: configurations, refusals and reports.
 
-A comparison of configurations costs each rank a number of requests that does not grow with the ring, because the ranks
-count themselves in the store: first under the digest of their configuration, then as arrived. When all ranks have
-arrived, a rank's digest has counted all of them unless they differ. Only then does a rank read the other ranks'
-configurations.
+A comparison of configurations costs each rank, besides its polls, a number of requests that does not grow with the
+ring. The ranks count themselves in the store: first under the digest of their configuration, then as arrived. When all
+ranks have arrived, a rank's digest has counted all of them unless they differ. Only then does a rank read the other
+ranks' configurations.
 
 A rank publishes a report when it closes a ring. :func:`error_of_reports` finds the error that all reports show.
 
@@ -67,7 +67,8 @@ class Notices:
         self._refused[number] = text
 
         def publish() -> None:
-            self._published.extend(publish_refusal(self.store, self.rank, number, text))
+            # The text stays: a rank whose GPU is behind may look for it after the next comparison.
+            self._published.extend(publish_refusal(self.store, self.rank, number, text)[1:])
 
         call_with_timeout(self._patience, publish, default=None)
 

@@ -298,7 +298,7 @@ class Ring:
         )
         try:
             with self.agreement.waiting(call):
-                with self.agreement.posting:
+                with self.agreement.posting():
                     posted = self.post(outgoing, incoming, call.tag(index))
                 hop = posted.wait(call.time_left())
         except Exception as error:
@@ -349,6 +349,13 @@ class Ring:
             total = arrived.add_(part)
         return total
 
+    def connect_all_gather(self, call: Call, tensor: Tensor) -> None:
+        """Connect the ranks of :meth:`all_gather`. A call that first computes something does this at its beginning."""
+        distances = [2**index for index in range((self.size - 1).bit_length())]
+        sends = [(self.rank, (self.rank - distance) % self.size) for distance in distances]
+        receives = [((self.rank + distance) % self.size, self.rank) for distance in distances]
+        self.connect(call, [*sends, *receives], tensor)
+
     def _exchange_with_neighbours(self, call: Call, outgoing: Tensor, incoming: Tensor, index: int) -> None:
         """Send a tensor to the next rank, and receive one from the previous rank."""
         before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
@@ -363,6 +370,7 @@ class Ring:
         Args:
             index: number of this collective within the call.
         """
+        self.connect_all_gather(call, tensor)
         blocks = tensor.new_empty((self.size, *tensor.shape))
         blocks[0] = tensor
         distance = 1

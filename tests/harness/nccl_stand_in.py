@@ -7,8 +7,8 @@ the process compute on a simulated GPU. Whatever NCCL and CUDA leave undefined g
 - A batch is one work. The works of a communicator are carried out one after another, on a stream of its own, a moment
   after they could be.
 - ``wait()`` makes the current stream wait, and returns to the host at once.
-- The first operation of a communicator waits for all ranks. The first batch with a peer waits, on the host, until that
-  peer has posted one with this rank.
+- The first operation of a communicator waits for all ranks. The first message to or from a peer waits, on the host,
+  until the peer has posted it, too.
 - A message is sent when its receiver takes it. If their sizes differ, both hang until the communicator is aborted.
 - An aborted work is over, and has received nothing.
 - Memory that the host frees is overwritten, as if another tensor had it, once the stream on which it was allocated
@@ -57,9 +57,9 @@ DELAY = 0.0005
 _GARBAGE = 255
 """The value of the bytes of freed memory. Floats are NaN then, and integers −1."""
 
-_HELLO, _TAKEN, _MESSAGE = b"hello", b"taken", b"message"
-"""The first bytes of what two ranks tell each other: that this rank has posted a batch with the other one, that it has
-taken a message, and a message."""
+_SENDS, _RECEIVES, _TAKEN, _MESSAGE = b"sends", b"receives", b"taken", b"message"
+"""The first bytes of what two ranks tell each other: that this rank sends to the other one or receives from it, that it
+has taken a message, and a message."""
 
 _FACTORIES = ("empty", "empty_strided", "zeros", "ones", "full", "arange", "rand", "randn", "scalar_tensor")
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -431,14 +431,15 @@ class Communicator:
         self.changed, self._sending = threading.Condition(), threading.Lock()
         self._listener: Listener | None = None
         self._connections: dict[int, Connection] = {}
-        self._met, self._greeted = {rank}, {rank}  # ranks that this one has greeted, and that have greeted it
+        self._told: set[tuple[int, bytes]] = set()  # what this rank has told other ranks that it does
+        self._heard: set[tuple[int, bytes]] = set()  # what they have told
         self._inbox: defaultdict[int, deque[bytes]] = defaultdict(deque)
         self._sent: defaultdict[int, int] = defaultdict(int)
         self._taken: defaultdict[int, int] = defaultdict(int)
 
     def post(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Work:
         """Post a batch: contiguous tensors to and from ranks. The host waits for ranks that it has not met."""
-        self.meet(peer for peer, _ in (*sends, *receives))
+        self.meet([peer for peer, _ in sends], [peer for peer, _ in receives])
         for _, tensor in (*sends, *receives):
             assert tensor.is_contiguous(), f"NCCL takes contiguous tensors, got strides {tensor.stride()}"
         buffers = [[(peer, gpu().uses(tensor)) for peer, tensor in part] for part in (sends, receives)]
@@ -457,7 +458,7 @@ class Communicator:
 
     def forget(self) -> None:
         """Meet all other ranks again at the next batch with them."""
-        self._met, self._greeted = {self.rank}, {self.rank}
+        self._told, self._heard = set(), set()
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:
         """Wait for the other ranks. Return False if the communicator was aborted before the condition held."""
@@ -465,25 +466,30 @@ class Communicator:
             self.changed.wait_for(lambda: self.is_aborted.is_set() or condition())
         return not self.is_aborted.is_set()
 
-    def meet(self, peers: Iterable[int]) -> None:
-        """Wait on the host for ranks that this one has not met. The first time, wait for all ranks.
+    def meet(self, sends: Iterable[int], receives: Iterable[int]) -> None:
+        """Wait on the host until ranks that this one first sends to, or receives from, do their part.
+
+        The first time, wait for all ranks.
 
         Raises:
             CommunicatorAbortedError: the communicator was aborted meanwhile.
         """
-        peers = {*peers} - self._met
+        told = {*((peer, _SENDS) for peer in sends), *((peer, _RECEIVES) for peer in receives)} - self._told
+        told = {(peer, what) for peer, what in told if peer != self.rank}
         if self._listener is None:
             self._join()
+        peers = {peer for peer, _ in told}
         for peer in sorted(peers):
             if self.rank > peer and peer not in self._connections:
                 self._open(peer, Client(self._store.get(f"address/{peer}").decode()))
                 self._connections[peer].send_bytes(self.rank.to_bytes(4, "little"))
         if not self.wait_until(lambda: peers <= {*self._connections}):
             raise CommunicatorAbortedError("NCCL communicator was aborted")
-        for peer in peers:
-            self._send(peer, _HELLO)
-        self._met |= peers
-        if not self.wait_until(lambda: peers <= self._greeted):
+        for peer, what in told:
+            self._send(peer, what)
+        self._told |= told
+        answers = {(peer, _RECEIVES if what == _SENDS else _SENDS) for peer, what in told}
+        if not self.wait_until(lambda: answers <= self._heard):
             raise CommunicatorAbortedError("NCCL communicator was aborted")
 
     def _join(self) -> None:
@@ -503,8 +509,8 @@ class Communicator:
 
     def heard(self, peer: int, frame: bytes) -> None:
         with self.changed:
-            if frame == _HELLO:
-                self._greeted.add(peer)
+            if frame in (_SENDS, _RECEIVES):
+                self._heard.add((peer, frame))
             elif frame == _TAKEN:
                 self._taken[peer] += 1
             else:

@@ -81,7 +81,7 @@ def run(size: int, part: Callable[[SimulatedRing], object], seconds: float = 2.0
     def run_rank(rank: int) -> None:
         def keep() -> None:
             with gpu:
-                rings[rank].communicator.meet(rings[rank].peers)
+                rings[rank].communicator.meet(rings[rank].peers, rings[rank].peers)
                 results[rank] = part(rings[rank])
                 nccl_stand_in.synchronize()
 
@@ -103,7 +103,9 @@ def run(size: int, part: Callable[[SimulatedRing], object], seconds: float = 2.0
 
 def meet(*rings: SimulatedRing) -> None:
     """Connect all ranks, which run in one thread."""
-    threads = [threading.Thread(target=ring.communicator.meet, args=(ring.peers,), daemon=True) for ring in rings]
+    threads = [
+        threading.Thread(target=ring.communicator.meet, args=(ring.peers, ring.peers), daemon=True) for ring in rings
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -229,17 +229,32 @@ def test_connections_are_closed_between_posts() -> None:
     events: list[str] = []
     alone = Agreement(HashStore(), 0, 1, timedelta(seconds=20), lambda: events.append("closed"))
     closing = threading.Thread(target=alone.report_error, args=("forward", ValueError("broken")))
-    with alone.posting:
+    with alone.posting():
         closing.start()
         time.sleep(0.1)
         events.append("posted")
     closing.join(10)
     assert events == ["posted", "closed"]
+    with pytest.raises(RuntimeError, match="the connections of the ring are closed"), alone.posting():
+        events.append("posted again")
 
     stuck = Agreement(HashStore(), 0, 1, timedelta(seconds=20), lambda: events.append("ended"))
-    with stuck.posting:
+    with stuck.posting():
         stuck.report_error("forward", ValueError("broken"))
     assert events[-1] == "ended"
+
+
+def test_a_refusal_is_named_after_a_later_comparison() -> None:
+    """The GPU of rank 0 still waits for the refused call, while the host has compared the next one."""
+    ranks = pair_on(HashStore())
+    for ended in run_both(*(partial(rank.begin, Configuration({"seq_len": 8})) for rank in ranks)):
+        assert ended.error == "no error", ended
+    call = ranks[0].begin(Configuration({"seq_len": 8}))
+    ranks[1].refuse(ValueError("w = 0"))
+    for ended in run_both(*(partial(rank.begin, Configuration({"seq_len": 9})) for rank in ranks)):
+        assert ended.error == "no error", ended
+    with pytest.raises(RingMismatchError, match="rank 1 refused its arguments with ValueError: w = 0"):
+        ranks[0].fail(call, "rank 0 waited", TimeoutError())
 
 
 @THOROUGH

@@ -137,6 +137,19 @@ def test_attention_connects_its_ranks_before_the_first_hop(size: int, message_co
 
 
 @pytest.mark.usefixtures("over_nccl")
+@pytest.mark.parametrize("size", [2, 5, 8])
+def test_a_step_of_decoding_connects_its_ranks_at_once(size: int) -> None:
+    def step(ring: RecordedRing) -> None:
+        attend = ThreadRingDilatedAttention([64], [1], ring=ring)
+        rows, cache = torch.ones(1, 1, HEADS, WIDTH), attend.new_cache()
+        attend.decode(rows, rows, rows, cache)
+        assert [connects for connects, _ in ring.posts] == [True] + [False] * (len(ring.posts) - 1)
+        assert ring.connections() == [ring.messages()]
+
+    check_ends(run(size, step))
+
+
+@pytest.mark.usefixtures("over_nccl")
 def test_a_forward_connects_no_ranks_for_gradients() -> None:
     """Around a contiguous ring, only gradients may go back."""
     forward = run(4, lambda ring: attention(ring, backward=False))

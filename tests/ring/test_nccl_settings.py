@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -58,6 +59,15 @@ def test_a_choice_in_a_file_of_nccl_stays(file: Path) -> None:
     nccl_settings.order_launches()
     assert LAUNCH_ORDER.name not in os.environ
     assert LAUNCH_ORDER.in_force() == ("0", str(file))
+
+
+def test_a_user_without_a_home_has_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user number is unknown."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("NCCL_CONF_FILE", raising=False)
+    with mock.patch.object(pwd, "getpwuid", side_effect=KeyError):
+        assert nccl_settings.DUMP.in_force() == ("0", nccl_settings.OURS)
+        assert LAUNCH_ORDER.in_force()[0] == LAUNCH_ORDER.ours
 
 
 def test_torch_does_not_read_the_files_of_nccl(file: Path) -> None:
