@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from nccl_suites import BlockingHopTests, HopTests, blocking_worlds, pair, simulated_worlds, world
+from nccl_suites import HopTests, pair, simulated_worlds, world
 
-__all__ = ["blocking_worlds", "pair", "simulated_worlds", "world"]
+__all__ = ["pair", "simulated_worlds", "world"]
 
 
 class TestDeepSpeed(HopTests):
-    adapter = "ring_backends.adapters.deepspeed"
-    core_in_matrix = True
-
-
-class TestDeepSpeedThatBlocks(BlockingHopTests):
     adapter = "ring_backends.adapters.deepspeed"
     core_in_matrix = True

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from nccl_suites import BlockingHopTests, HopTests, blocking_worlds, pair, simulated_worlds, world
+from nccl_suites import HopTests, pair, simulated_worlds, world
 
-__all__ = ["blocking_worlds", "pair", "simulated_worlds", "world"]
+__all__ = ["pair", "simulated_worlds", "world"]
 
 
 class TestFSDP(HopTests):
-    adapter = "ring_backends.adapters.fsdp"
-    core_in_matrix = True
-
-
-class TestFSDPThatBlocks(BlockingHopTests):
     adapter = "ring_backends.adapters.fsdp"
     core_in_matrix = True
