@@ -25,7 +25,7 @@ from ring_backends.testing.world import World
 
 Worlds = Callable[[int], World]
 
-__all__ = ["BlockingHopTests", "HopTests", "blocking_worlds", "pair", "simulated_worlds", "world"]
+__all__ = ["BlockingHopTests", "HopTests", "RingPassTests", "blocking_worlds", "pair", "simulated_worlds", "world"]
 
 
 def install_blocking() -> None:
@@ -64,27 +64,23 @@ def pair(simulated_worlds: Worlds) -> World:
     return simulated_worlds(2)
 
 
-class HopTests(
-    MessageTests,
-    TrafficTests,
-    LayoutTests,
-    ContiguityTests,
-    ActivationCheckpointTests,
-    EdgeCaseTests,
-    CorrectnessTests,
-):
-    """The suites whose calls exchange messages. Left out is what the simulated GPU or NCCL cannot do.
-
-    torch.compile does not trace while a dispatch mode is active, and the kernels for the CPU look for NaN on the host.
-    NCCL has no tags, its ``wait`` has no timeout, and a first message waits within the post.
-    """
+class RingPassTests(MessageTests, TrafficTests):
+    """The suites that an adapter's ring pass decides. NCCL has no tags, and a first message waits within the post."""
 
     more_cases = False
     quick = ()
-    test_a_compiled_region_keeps_attention = None
     test_a_message_of_another_hop_is_not_delivered = None
     test_a_message_waits_for_a_late_rank = None
     test_a_wait_ends_at_its_timeout = None
+
+
+class HopTests(RingPassTests, LayoutTests, ContiguityTests, ActivationCheckpointTests, EdgeCaseTests, CorrectnessTests):
+    """The suites whose calls exchange messages. Left out is what the simulated GPU cannot do.
+
+    torch.compile does not trace while a dispatch mode is active, and the kernels for the CPU look for NaN on the host.
+    """
+
+    test_a_compiled_region_keeps_attention = None
 
 
 class BlockingHopTests(FaultTests, LostPeerTests, MismatchTests):

@@ -1,12 +1,11 @@
-"""The suites of hops over the strict stand-in for NCCL, with the fairscale adapter. No GPU runs here."""
+"""The suites of ring passes over the strict stand-in for NCCL, with the fairscale adapter. No GPU runs here."""
 
 from __future__ import annotations
 
-from nccl_suites import HopTests, pair, simulated_worlds, world
+from nccl_suites import RingPassTests, pair, simulated_worlds, world
 
 __all__ = ["pair", "simulated_worlds", "world"]
 
 
-class TestFairScale(HopTests):
+class TestFairScale(RingPassTests):
     adapter = "ring_backends.adapters.fairscale"
-    core_in_matrix = True
