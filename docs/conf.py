@@ -79,7 +79,7 @@ _INTERNAL = (
 nitpick_ignore_regex = [
     ("py:.*", _ELSEWHERE),
     ("py:.*", rf"({'|'.join(map(re.escape, sorted(_SHORT)))})"),
-    ("py:.*", r"(dist|nn|torch)\..*|tuple\[.*"),
+    ("py:.*", r"(dist|nn|torch)\..*|(set|tuple)\[.*"),
     ("py:.*", rf"ring_backends\.({'|'.join(map(re.escape, _INTERNAL))})"),
     ("py:mod", r"ring_backends\..*"),
 ]
