@@ -349,11 +349,15 @@ class Ring:
             total = arrived.add_(part)
         return total
 
+    @property
+    def _distances(self) -> list[int]:
+        """How far the messages of each round of :meth:`all_gather` go."""
+        return [2**index for index in range((self.size - 1).bit_length())]
+
     def connect_all_gather(self, call: Call, tensor: Tensor) -> None:
         """Connect the ranks of :meth:`all_gather`. A call that first computes something does this at its beginning."""
-        distances = [2**index for index in range((self.size - 1).bit_length())]
-        sends = [(self.rank, (self.rank - distance) % self.size) for distance in distances]
-        receives = [((self.rank + distance) % self.size, self.rank) for distance in distances]
+        sends = [(self.rank, (self.rank - distance) % self.size) for distance in self._distances]
+        receives = [((self.rank + distance) % self.size, self.rank) for distance in self._distances]
         self.connect(call, [*sends, *receives], tensor)
 
     def _exchange_with_neighbours(self, call: Call, outgoing: Tensor, incoming: Tensor, index: int) -> None:
@@ -373,13 +377,11 @@ class Ring:
         self.connect_all_gather(call, tensor)
         blocks = tensor.new_empty((self.size, *tensor.shape))
         blocks[0] = tensor
-        distance = 1
-        while distance < self.size:
+        for distance in self._distances:
             count = min(distance, self.size - distance)
             outgoing = {(self.rank - distance) % self.size: blocks[:count]}
             incoming = {(self.rank + distance) % self.size: blocks[distance : distance + count]}
             self.exchange(call, outgoing, incoming, index * self.size + distance)
-            distance *= 2
         return blocks.roll(self.rank, 0)
 
     def post(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:

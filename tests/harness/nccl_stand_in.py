@@ -390,11 +390,8 @@ def _flat(value: Any) -> list[Any]:
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return (
-            [_map(function, part) for part in value]
-            if isinstance(value, list)
-            else tuple(_map(function, x) for x in value)
-        )
+        parts = [_map(function, part) for part in value]
+        return parts if isinstance(value, list) else tuple(parts)
     return function(value)
 
 
@@ -474,8 +471,8 @@ class Communicator:
         Raises:
             CommunicatorAbortedError: the communicator was aborted meanwhile.
         """
-        told = {*((peer, _SENDS) for peer in sends), *((peer, _RECEIVES) for peer in receives)} - self._told
-        told = {(peer, what) for peer, what in told if peer != self.rank}
+        told = {*((peer, _SENDS) for peer in sends), *((peer, _RECEIVES) for peer in receives)}
+        told -= self._told | {(self.rank, _SENDS), (self.rank, _RECEIVES)}
         if self._listener is None:
             self._join()
         peers = {peer for peer, _ in told}
@@ -587,7 +584,7 @@ class Process:
 
     def communicator(self, group: dist.ProcessGroup) -> Communicator:
         if group not in self.communicators:
-            store = PrefixStore("nccl", rendezvous.dist.distributed_c10d._world.pg_map[group][1])  # type: ignore[attr-defined]
+            store = PrefixStore("nccl", dist.distributed_c10d._world.pg_map[group][1])  # type: ignore[attr-defined]
             self.communicators[group] = Communicator(store, group.rank(), group.size())
         return self.communicators[group]
 
@@ -603,11 +600,6 @@ def gpu() -> Gpu:
 def synchronize(device: object = None) -> None:
     """Wait until the current stream has carried out everything, and so have those that it waits for."""
     current_stream().synchronize()
-
-
-def sleep(seconds: float) -> None:
-    """Keep the current stream busy, while the host goes on."""
-    current_stream().add(functools.partial(time.sleep, seconds))
 
 
 def to_device(tensor: Tensor) -> Tensor:
