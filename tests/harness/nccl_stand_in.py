@@ -584,7 +584,7 @@ class Process:
 
     def communicator(self, group: dist.ProcessGroup) -> Communicator:
         if group not in self.communicators:
-            store = PrefixStore("nccl", dist.distributed_c10d._world.pg_map[group][1])  # type: ignore[attr-defined]
+            store = PrefixStore("nccl", dist.distributed_c10d._world.pg_map[group][1])
             self.communicators[group] = Communicator(store, group.rank(), group.size())
         return self.communicators[group]
 
