@@ -20,8 +20,8 @@ from ring_backends import RingSchedule, SequenceLayout
 from ring_backends.cost.tiles import TileCounts
 from ring_backends.engine.autograd import RingExecutor, Start, attend, no_hops
 from ring_backends.engine.call import AttentionCall, check_call
-from ring_backends.engine.hops import Hops, RingPass
 from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.engine.wire import Hops, RingPass
 from ring_backends.kernels import resolve_dtype
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.calls import Configuration
@@ -97,7 +97,7 @@ class Replay:
 
     def num_tiles(self, *, backward: bool) -> int:
         steps = self.call.plan(self.inputs, backward=backward).steps
-        return sum(len(step.tiles) + len(step.spread_tiles) for _, step in steps)
+        return sum(len(step.all_tiles) for _, step in steps)
 
     def flops(self, *, backward: bool) -> int:
         """FLOPs of the visible pairs of query and key. A forward has two matrix products, a backward five."""

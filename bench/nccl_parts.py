@@ -228,7 +228,7 @@ def drawn_cases(number: int) -> list[AttentionCase]:
 @contextlib.contextmanager
 def routes(name: str) -> Iterator[None]:
     """Let the rows of all branches go around, or spread the rows of all branches."""
-    share = mock.patch.object(travel, "SPREAD_SHARE", 0.0)
+    share = mock.patch.object(travel, "TREE_SHARE", 0.0)
     with every_branch_spread() if name == "spread" else share:
         yield
 

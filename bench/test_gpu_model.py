@@ -137,7 +137,7 @@ def test_flops_are_those_of_the_tiles() -> None:
             for backward, products in ((False, 2), (True, 5)):
                 pairs = 0
                 for _, step in replay.call.plan(replay.inputs, backward=backward).steps:
-                    for tile in step.tiles:
+                    for tile in step.all_tiles:
                         n, k = tile.queries.rows, tile.keys.rows
                         of_head = n * (n + 1) // 2 if tile.is_causal else n * k
                         pairs += tile.queries.segments * tile.queries.num_heads * of_head

@@ -21,7 +21,6 @@ from ring_backends.engine.autograd import RingExecutor, Start, attend, no_hops
 from ring_backends.engine.cache import KeyValueCache
 from ring_backends.engine.call import AttentionCall, autocast, look_up
 from ring_backends.engine.decoding import check_cache, check_step, configuration_of
-from ring_backends.engine.hops import Hops
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.engine.validation import (
     check_dropout,
@@ -31,6 +30,7 @@ from ring_backends.engine.validation import (
     check_tensors,
     draw_seed,
 )
+from ring_backends.engine.wire import Hops
 from ring_backends.kernels.merge import merge_zero_value_
 from ring_backends.kernels.score_mod import ScoreMod
 from ring_backends.ring.calls import Configuration

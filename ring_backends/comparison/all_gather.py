@@ -164,7 +164,7 @@ def _contribution_bytes(row_format: RowFormat, plans: Sequence[RankPlan]) -> int
 def _tiles(block: HeadBlock) -> Iterator[Tile]:
     for step in block.steps:
         assert not step.phantoms, "zero padding is not compared"
-        yield from step.tiles
+        yield from step.all_tiles
 
 
 def _starting_at(plan: RankPlan) -> Iterator[tuple[int, Parcel]]:
@@ -172,9 +172,10 @@ def _starting_at(plan: RankPlan) -> Iterator[tuple[int, Parcel]]:
 
     Parcels that the rank receives and sends on are left out.
     """
-    for index, block in enumerate(plan.blocks):
-        received = {parcel for step in block.steps for message in step.receives for parcel in message.parcels}
-        for message in (message for step in block.steps for message in step.sends):
+    chained, _ = plan.deliveries
+    received, block_of_step = {*chained.received}, [index for index, x in enumerate(plan.blocks) for _ in x.steps]
+    for index, hop in zip(block_of_step, chained.keys, strict=True):
+        for message in hop.sends:
             yield from ((index, parcel) for parcel in message.parcels if parcel not in received)
 
 

@@ -32,9 +32,9 @@ from ring_backends.schedule.layout import SequenceLayout
 from ring_backends.schedule.limits import Limits, limits_of
 from ring_backends.schedule.planner import num_cuts
 from ring_backends.schedule.ring_schedule import RingSchedule, statistics_itemsize
-from ring_backends.schedule.spread import MESSAGE_COST
 from ring_backends.schedule.tiling import BACKWARD_TILE_SHARE
 from ring_backends.schedule.travel import Travel
+from ring_backends.schedule.trees import MESSAGE_COST
 
 # How often a row of head_dim elements is read or written outside of the kernel. Gathering a row is one read and one
 # write. Adding a row to a sum, or merging it into an output, is two reads and one write.
@@ -153,7 +153,7 @@ class RingCost:
         around = 6 * travel.max_rows_in_flight * row * (self.itemsize + self._statistics_itemsize)
         share = self._limits.communication_share * float(self.tensor_bytes.max())
         smallest = 3 * self._limits.min_hop_bytes * (1 + self._statistics_itemsize / self.itemsize)
-        return min(around, math.ceil(max(share, smallest))) + travel.spread_rows * row * self.itemsize
+        return min(around, math.ceil(max(share, smallest))) + travel.tree_rows * row * self.itemsize
 
     def _cuts(self, *, backward: bool) -> tuple[int, int]:
         sizes = {"batch": self.batch, "head_dim": self.head_dim, "itemsize": self.itemsize}
@@ -226,10 +226,10 @@ class RingCost:
         compute, last = self._compute_seconds(hardware, backward=backward)
         travel, (blocks, shares) = self._travel(backward=backward), self._cuts(backward=backward)
         directions = 2 if backward else 1
-        hops = (blocks * shares * travel.num_steps + travel.num_spread_hops) * directions
+        hops = (blocks * shares * travel.num_steps + travel.num_tree_hops) * directions
         if not hops:
             return compute
-        latencies = hops + MESSAGE_COST * travel.num_spread_messages * directions
+        latencies = hops + MESSAGE_COST * travel.num_tree_messages * directions
         moved = self._moved_bytes(backward=backward).double() / hardware.bytes_per_second
         communication = (moved + latencies * hardware.latency_seconds) * (moved > 0)
         last_hop = torch.zeros_like(communication)

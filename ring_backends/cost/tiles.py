@@ -147,7 +147,7 @@ class TileCounts:
         own, of_branches = self._num_tiles
         around, spread = self._zeros(torch.int64), self._zeros(torch.int64)
         for index, (of_each, of_all) in enumerate(of_branches):
-            if index in travel.spreads:
+            if index in travel.trees:
                 spread += of_all
             else:
                 around += of_each

@@ -14,9 +14,9 @@ from torch.autograd.forward_ad import unpack_dual
 from ring_backends.engine.backward import backward
 from ring_backends.engine.call import AttentionCall
 from ring_backends.engine.forward import forward
-from ring_backends.engine.hops import Hops
 from ring_backends.engine.inputs import TENSORS, AttentionInputs
 from ring_backends.engine.recomputation import attend_as_operator
+from ring_backends.engine.wire import Hops
 from ring_backends.kernels.dtype import without_autocast
 from ring_backends.kernels.merge import weight_of
 from ring_backends.kernels.score_mod import check_unchanged, read_values

@@ -54,7 +54,7 @@ class AttentionCall:
         rank: the ring rank.
         kernel: the kernel that computes the tiles.
         in_place: the kernels that compute some dilated branches instead, by the branch's index.
-        few_hops: whether the rows of sparse branches are spread.
+        few_hops: whether the rows of sparse branches travel along trees of few hops.
         scale: factor on the scores.
         dropout: the dropout of the call; None without dropout.
         grad_wire_dtype: dtype in which dK and dV of bf16 inputs travel; None for fp32.
@@ -89,7 +89,7 @@ class AttentionCall:
         """
         for backward in (False, True)[: 1 + needs_gradients]:
             if backward not in self._pairs:
-                self._pairs[backward] = self.plan(inputs, backward=backward).pairs(backward=backward)
+                self._pairs[backward] = self.plan(inputs, backward=backward).pairs
             yield from self._pairs[backward]
 
     def _plan(self, inputs: AttentionInputs, *, backward: bool) -> RankPlan:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ring_backends.engine.around import KeysAround
 from ring_backends.engine.call import AttentionCall
-from ring_backends.engine.hops import Hops, report_failure
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.engine.local_rows import local_rows
-from ring_backends.engine.spreading import SpreadKeys
 from ring_backends.engine.sums import BlockOut, Result
 from ring_backends.engine.tiles import TileRunner
+from ring_backends.engine.wire import ArrivingKeys, Hops, report_failure
 from ring_backends.kernels.merge import merge_zero_value_, statistics_dtype
 
 
@@ -28,20 +26,16 @@ def forward(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> 
         lse = query.new_empty(query.shape[:3], dtype=statistics_dtype(query.dtype))
         rows = local_rows(call, inputs)
         tiles = TileRunner(call.kernel, call.scale, call.in_place)
-        around = None if hops is None else KeysAround(plan, rows, hops)
-        spread = None if hops is None or not plan.spread else SpreadKeys(plan, rows, hops)
+        arriving = [ArrivingKeys(plan, delivery, rows, hops) for delivery in plan.deliveries]
         for index, (block, step) in enumerate(plan.steps):
-            if spread is not None:
-                spread.advance(index)
-            arrived = None if around is None else around.advance(index)
+            arrived = [keys.advance(index) for keys in arriving]
             if step is block.steps[0]:
                 here, block_out = rows.block(block), BlockOut(out, lse, block)
-            tiles.forward_into(step.tiles, here, arrived, block_out)
-            if step.spread_tiles and spread is not None:
-                tiles.forward_into(step.spread_tiles, here, spread.buffer, block_out)
+            for of_delivery, parcels in zip(step.tiles, arrived, strict=True):
+                tiles.forward_into(of_delivery, here, parcels, block_out)
             for phantom in step.phantoms:
                 block_out.merge_phantom(phantom)
-            del arrived  # so that at most two received buffers exist when the next hop is posted
+            del arrived, parcels  # so that at most two received buffers exist when the next hop is posted
             if step is block.steps[-1]:
                 block_out.finish()
         if inputs.sinks is not None:

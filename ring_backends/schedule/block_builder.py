@@ -1,6 +1,6 @@
 """Builds the steps of one block of heads on one rank: which tiles it computes, and which parcels pass through it.
 
-It also builds the hops of spread branches, whose parcels travel for all blocks at once.
+It also builds the hops along trees, whose parcels travel for all blocks at once.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ring_backends.schedule.crossing import CrossingPieces
 from ring_backends.schedule.pattern import num_covered
 from ring_backends.schedule.rank_plan import (
     HeadBlock,
+    Hop,
     Message,
     Parcel,
     ParcelPart,
     ParcelRows,
     Phantom,
-    SpreadHop,
     Step,
     Tile,
 )
@@ -32,6 +32,7 @@ from ring_backends.schedule.rows import DilatedRows, head_runs
 from ring_backends.schedule.sums import BranchRows, Roles, assign_roles
 from ring_backends.schedule.tiling import TileSize, cut
 from ring_backends.schedule.travel import Travel
+from ring_backends.schedule.trees import CHAIN, Tree
 
 
 @dataclass(frozen=True)
@@ -96,15 +97,15 @@ class _Piece:
 
 _Heads = Sequence[tuple[int, int, int]]  # (query head, key/value head, offset), relative to the block
 
-SpreadParcels = Mapping[tuple[int, int], Sequence[Parcel]]
-"""The parcels of spread branches, by branch and piece."""
+KeptParcels = Mapping[tuple[int, int], Sequence[Parcel]]
+"""The parcels that travel along trees and are kept, by branch and piece."""
 
 
 class BlockBuilder:
     """Builds the steps of one block of heads on one rank.
 
     Args:
-        shares: into how many parts the rows of each hop around the ring are cut.
+        shares: into how many parts the rows of each hop along chains are cut.
     """
 
     def __init__(
@@ -127,37 +128,58 @@ class BlockBuilder:
             ]
             for branch in range(schedule.pattern.num_branches)
         ]
-        # The first block waits until the rows of spread branches have arrived.
-        self.spread_step = travel.num_spread_hops if first_kv_head == 0 else 0
-        self.drafts = [_Draft() for _ in range(1 + max(travel.num_steps * shares, self.spread_step))]
+        # The first block waits until the rows on trees have arrived.
+        self.kept_step = travel.num_tree_hops if first_kv_head == 0 else 0
+        self.drafts = [_Draft() for _ in range(1 + max(travel.num_steps * shares, self.kept_step))]
+        self.key_hops, self.grad_hops = ([_HopDraft() for _ in self.drafts] for _ in range(2))
 
-    def spread(self) -> tuple[tuple[SpreadHop, ...], SpreadParcels]:
-        """The hops of spread branches, and their parcels. The block must have all heads."""
-        hops = [_Draft() for _ in range(self.travel.num_spread_hops)]
+    def hops(self, num_steps: int) -> tuple[Iterator[Hop], Iterator[Hop]]:
+        """The hops of K and V, and those of dK and dV, along the chains of this block, which has that many steps."""
+        missing = [_HopDraft()] * (num_steps - len(self.drafts))
+        keys, grads = ((hop.finish() for hop in (*hops, *missing)) for hops in (self.key_hops, self.grad_hops))
+        return keys, grads
+
+    def kept(self) -> tuple[tuple[Hop, ...], KeptParcels]:
+        """The hops along trees, of which the first is empty, and their parcels. The block must have all heads."""
+        hops = [_HopDraft() for _ in range(1 + self.travel.num_tree_hops)]
         parcels: defaultdict[tuple[int, int], list[Parcel]] = defaultdict(list)
-        for index, tree in self.travel.spreads.items():
-            branch = self.schedule.branches[index]
-            for piece, route, distance in self._passing(branch):
-                for parcel in self._parcels(branch, piece, route.direction, 0):
-                    if distance > parcel.reach:
-                        continue
-                    parcels[index, piece.index].append(parcel)
-                    if distance:
-                        hop, sender = tree.arrival(distance)
-                        hops[hop - 1].receives[route.rank(sender)].append(parcel)
-                    for hop, receiver in tree.sends(distance, parcel.reach):
-                        hops[hop - 1].sends[route.rank(receiver)].append(parcel)
-        return tuple(SpreadHop(_messages(hop.sends), _messages(hop.receives)) for hop in hops), parcels
+        for index, tree in self.travel.trees.items():
+            for piece, _, _, parcel in self._deliver(self.schedule.branches[index], tree, hops):
+                parcels[index, piece.index].append(parcel)
+        return tuple(hop.finish() for hop in hops), parcels
+
+    def _deliver(
+        self, branch: BranchSchedule, tree: Tree, hops: Sequence[_HopDraft], share: int = 0
+    ) -> Iterator[tuple[_Piece, _Route, int, Parcel]]:
+        """Add the parcels of a branch that pass through this rank to the hops, and yield them.
+
+        Args:
+            tree: along which the rows travel.
+            hops: hop h of the tree is ``hops[h]``.
+
+        Yields:
+            The piece, its route, how far this rank is from the source, and the parcel.
+        """
+        for piece, route, distance in self._passing(branch):
+            for parcel in self._parcels(branch, piece, route.direction, share):
+                if distance > parcel.reach:
+                    continue
+                if distance:
+                    hop, sender = tree.arrival(distance)
+                    hops[hop].receives[route.rank(sender)].append(parcel)
+                for hop, receiver in tree.sends(distance, parcel.reach):
+                    hops[hop].sends[route.rank(receiver)].append(parcel)
+                yield piece, route, distance, parcel
 
     def block(
-        self, sizes: Sequence[TileSize], base_size: TileSize, spread_parcels: SpreadParcels, *, is_rounded: bool
+        self, sizes: Sequence[TileSize], base_size: TileSize, kept: KeptParcels, *, is_rounded: bool
     ) -> HeadBlock:
         """Build the block.
 
         Args:
             sizes: how large the tiles of each branch are.
             base_size: how large those of the base branch are instead (:mod:`ring_backends.schedule.sums`).
-            spread_parcels: the parcels of spread branches.
+            kept: the parcels that travel along trees.
             is_rounded: whether results have a lower precision than sums.
         """
         num_heads, sizes = self.query_heads.stop - self.query_heads.start, [*sizes]
@@ -174,10 +196,10 @@ class BlockBuilder:
         for index in roles.order:
             branch = self.schedule.branches[index]
             rows[index] = self._local(branch, opens=roles.opens(index))
-            if index in self.travel.spreads:
-                self.drafts[self.spread_step].spread_tiles += self._spread_tiles(branch, spread_parcels)
+            if index in self.travel.trees:
+                self.drafts[self.kept_step].tiles[1].extend(self._kept_tiles(branch, kept))
             else:
-                self._around(branch)
+                self._follow_chains(branch)
         return HeadBlock(
             self.query_heads,
             self.kv_heads,
@@ -211,11 +233,11 @@ class BlockBuilder:
             for span in [*self._whole_segments(branch), *pieces]
             for tile in self._tiles(branch, span, span)
         ]
-        draft.tiles += own
+        draft.tiles[0].extend(own)
         for query in crossing:
             for key in crossing:
                 if query.chunk != key.chunk and self._sees(query, key) and not are_one:
-                    draft.tiles += self._tiles(branch, query.span, key.span)
+                    draft.tiles[0].extend(self._tiles(branch, query.span, key.span))
         if self.schedule.pattern.padding == "zeros" and not self.schedule.is_causal:
             draft.phantoms += self._phantoms(branch, crossing)
         keys = tuple(tile.keys for tile in own if isinstance(tile.keys, DilatedRows))
@@ -297,31 +319,44 @@ class BlockBuilder:
             )
 
     def _remote_tiles(
-        self, branch: BranchSchedule, query: _Span, parcel: Parcel, first_kv_head: int = 0
+        self, branch: BranchSchedule, query: _Span, parcels: Sequence[Parcel], first_kv_head: int = 0
     ) -> Iterator[Tile]:
-        """Tiles of a local span against a parcel, one for each number of query rows and each band.
+        """Tiles of a local span against parcels that its queries see.
+
+        Heads for which the same parcels have rows share a tile. With a window, each parcel has tiles of its own.
 
         Args:
-            first_kv_head: the number in the parcel's streams of the first key/value head of the block.
+            first_kv_head: the number in the parcels' streams of the first key/value head of the block.
         """
+        if branch.band is not None and len(parcels) > 1:
+            for parcel in parcels:
+                yield from self._remote_tiles(branch, query, [parcel], first_kv_head)
+            return
+        places = {parcel: {stream: index for index, stream in enumerate(parcel.streams)} for parcel in parcels}
         groups = defaultdict(list)
-        start, places = parcel.start % branch.segment_length, {x: index for index, x in enumerate(parcel.streams)}
         for head, kv_head, offset in self.heads[branch.index]:
-            stream = places.get((kv_head + first_kv_head, offset))
-            if stream is not None:
-                num_queries = query.num_rows(offset, branch.rate)
-                first_key = num_covered(start, offset, branch.rate) + parcel.first_row
-                part = self._visible(branch, query, num_queries, first_key, parcel.rows, offset)
+            stream = kv_head + first_kv_head, offset
+            used = tuple(parcel for parcel in parcels if stream in places[parcel])
+            if used:
+                num_queries, num_keys = query.num_rows(offset, branch.rate), sum(parcel.rows for parcel in used)
+                part = trimmed(range(num_queries), range(num_keys), None)
+                if branch.band is not None:
+                    before = num_covered(used[0].start % branch.segment_length, offset, branch.rate)
+                    part = self._visible(branch, query, num_queries, before + used[0].first_row, num_keys, offset)
                 if part is not None:
-                    groups[num_queries, part].append((head, stream, offset))
-        for (num_queries, part), members in groups.items():
-            heads, streams, offsets = zip(*members, strict=True)
-            used = {stream: index for index, stream in enumerate(sorted(set(streams)))}
+                    groups[num_queries, used, part].append((head, stream))
+        for (num_queries, used, part), members in groups.items():
+            streams = {stream: index for index, stream in enumerate(dict.fromkeys(stream for _, stream in members))}
+            heads, offsets = [head for head, _ in members], [offset for _, (_, offset) in members]
+            parts = (
+                ParcelPart(parcel, tuple(places[parcel][stream] for stream in streams), range(parcel.rows))
+                for parcel in used
+            )
             yield Tile(
                 branch=branch.index,
                 queries=query.rows(heads, offsets, branch.rate, num_queries).part_of_rows(part.queries),
-                keys=ParcelRows((ParcelPart(parcel, tuple(used), part.keys),)),
-                stream_of_head=tuple(used[stream] for stream in streams),
+                keys=ParcelRows(tuple(parts)).part_of_rows(part.keys),
+                stream_of_head=tuple(streams[stream] for _, stream in members),
                 band=part.band,
             )
 
@@ -350,74 +385,35 @@ class BlockBuilder:
         same_segment = query.segment_start == piece.segment_start
         return same_segment and not (self.schedule.is_causal and query.chunk < piece.chunk)
 
-    def _around(self, branch: BranchSchedule) -> None:
-        """Add every parcel whose route passes through this rank to the steps."""
-        own = self._own_pieces(branch)
-        for piece, route, distance in self._passing(branch):
-            queries = [query.span for query in own if self._sees(query, piece)]
-            for share in range(self.shares):
-                for parcel in self._parcels(branch, piece, route.direction, share):
-                    if distance <= parcel.reach:
-                        self._follow(branch, parcel, route, distance, queries, share * self.travel.num_steps)
-
-    def _spread_tiles(self, branch: BranchSchedule, parcels: SpreadParcels) -> Iterator[Tile]:
-        """Tiles of a local piece against all rows of other ranks that its queries see.
-
-        Heads for which all parcels have the same rows share a tile. With a window, each parcel has a tile of its own.
-        """
+    def _kept_tiles(self, branch: BranchSchedule, kept: KeptParcels) -> Iterator[Tile]:
+        """Tiles of a local piece against all rows of other ranks that its queries see."""
         others = [part for part, _, distance in self._passing(branch) if distance]
-        first = self.kv_heads.start
         for query in self._own_pieces(branch):
             seen = [
                 parcel
                 for part in others
                 if self._sees(query, part)
-                for parcel in parcels.get((branch.index, part.index), ())
+                for parcel in kept.get((branch.index, part.index), ())
             ]
-            if branch.band is not None:
-                for parcel in seen:
-                    yield from self._remote_tiles(branch, query.span, parcel, first)
-                continue
-            visible = [(parcel, {stream: index for index, stream in enumerate(parcel.streams)}) for parcel in seen]
-            places, groups = dict(visible), defaultdict(list)
-            for head, kv_head, offset in self.heads[branch.index]:
-                rows = query.span.num_rows(offset, branch.rate)
-                stream = kv_head + first, offset
-                used = tuple(parcel for parcel, streams in visible if stream in streams)
-                if rows and used:
-                    groups[rows, used].append((head, stream))
-            for (rows, used), members in groups.items():
-                streams = {x: index for index, x in enumerate(dict.fromkeys(stream for _, stream in members))}
-                parts = tuple(
-                    ParcelPart(parcel, tuple(places[parcel][stream] for stream in streams), range(parcel.rows))
-                    for parcel in used
-                )
-                yield Tile(
-                    branch=branch.index,
-                    queries=query.span.rows(
-                        [head for head, _ in members], [offset for _, (_, offset) in members], branch.rate, rows
-                    ),
-                    keys=ParcelRows(parts),
-                    stream_of_head=tuple(streams[stream] for _, stream in members),
-                )
+            yield from self._remote_tiles(branch, query.span, seen, self.kv_heads.start)
 
-    def _follow(
-        self, branch: BranchSchedule, parcel: Parcel, route: _Route, hop: int, queries: Iterable[_Span], base: int
-    ) -> None:
-        """Add arrival and departure of one parcel to the steps. This rank is ``hop`` hops from the parcel's source."""
-        here = self.drafts[base + hop]
-        goes_on = hop < parcel.reach
-        if goes_on:
-            self.drafts[base + hop + 1].sends[route.rank(hop + 1)].append(parcel)
-        if hop == 0:
-            self.drafts[base + parcel.reach].grad_receives[route.rank(parcel.reach)].append(parcel)
-            return
-        here.receives[route.rank(hop - 1)].append(parcel)
-        for query in queries:
-            here.tiles += self._remote_tiles(branch, query, parcel)
-        here.grad_sends[route.rank(hop + 1) if goes_on else route.source].append(parcel)
-        if hop > 1:
-            self.drafts[base + hop - 1].grad_receives[route.rank(hop - 1)].append(parcel)
+    def _follow_chains(self, branch: BranchSchedule) -> None:
+        """Add the hops of every parcel that passes through this rank, and its tiles, to the steps."""
+        own, num_steps = self._own_pieces(branch), self.travel.num_steps
+        for share in range(self.shares):
+            steps = slice(share * num_steps, None)
+            keys, grads, drafts = self.key_hops[steps], self.grad_hops[steps], self.drafts[steps]
+            for piece, route, distance, parcel in self._deliver(branch, CHAIN, keys, share):
+                if not distance:
+                    grads[parcel.reach].receives[route.rank(parcel.reach)].append(parcel)
+                    continue
+                for query in own:
+                    if self._sees(query, piece):
+                        drafts[distance].tiles[0].extend(self._remote_tiles(branch, query.span, [parcel]))
+                next_rank = route.rank(distance + 1) if distance < parcel.reach else route.source
+                grads[distance].sends[next_rank].append(parcel)
+                if distance > 1:
+                    grads[distance - 1].receives[route.rank(distance - 1)].append(parcel)
 
     def _parcels(self, branch: BranchSchedule, piece: _Piece, direction: int, share: int) -> Iterator[Parcel]:
         """Yield the parcels of one share of a piece: one parcel for each combination of row count and reach."""
@@ -478,15 +474,21 @@ class _Route:
 
 
 @dataclass
-class _Draft:
-    """A step under construction."""
+class _HopDraft:
+    """A hop under construction: parcels by peer."""
 
     sends: defaultdict[int, list[Parcel]] = field(default_factory=lambda: defaultdict(list))
     receives: defaultdict[int, list[Parcel]] = field(default_factory=lambda: defaultdict(list))
-    grad_sends: defaultdict[int, list[Parcel]] = field(default_factory=lambda: defaultdict(list))
-    grad_receives: defaultdict[int, list[Parcel]] = field(default_factory=lambda: defaultdict(list))
-    tiles: list[Tile] = field(default_factory=list)
-    spread_tiles: list[Tile] = field(default_factory=list)
+
+    def finish(self) -> Hop:
+        return Hop(_messages(self.sends), _messages(self.receives))
+
+
+@dataclass
+class _Draft:
+    """A step under construction."""
+
+    tiles: tuple[list[Tile], list[Tile]] = field(default_factory=lambda: ([], []))
     phantoms: list[Phantom] = field(default_factory=list)
 
     def finish(self, sizes: Sequence[TileSize], roles: Roles) -> Step:
@@ -498,15 +500,7 @@ class _Draft:
         def parts(tile: Tile) -> Iterable[Tile]:
             return cut(tile, sizes[tile.branch], keeps_streams=tile.opens_keys or tile.branch in roles.merged)
 
-        return Step(
-            sends=_messages(self.sends),
-            receives=_messages(self.receives),
-            tiles=tuple(chain.from_iterable(map(parts, self.tiles))),
-            spread_tiles=tuple(chain.from_iterable(map(parts, self.spread_tiles))),
-            phantoms=tuple(self.phantoms),
-            grad_sends=_messages(self.grad_sends),
-            grad_receives=_messages(self.grad_receives),
-        )
+        return Step(tuple(tuple(chain.from_iterable(map(parts, tiles))) for tiles in self.tiles), tuple(self.phantoms))
 
 
 def _alternate_queries(steps: Iterable[Step]) -> tuple[Step, ...]:
@@ -516,12 +510,12 @@ def _alternate_queries(steps: Iterable[Step]) -> tuple[Step, ...]:
     """
     found, before = [], None
     for step in steps:
-        by_parcel = [[*tiles] for _, tiles in groupby(step.tiles, key=lambda tile: tile.parcels)]
+        by_parcel = [[*tiles] for _, tiles in groupby(step.tiles[0], key=lambda tile: tile.parcels)]
         for tiles in by_parcel:
             if tiles[0].parcels and tiles[0].queries != before == tiles[-1].queries:
                 tiles.reverse()
             before = tiles[-1].queries
-        found.append(replace(step, tiles=tuple(chain.from_iterable(by_parcel))))
+        found.append(replace(step, tiles=(tuple(chain.from_iterable(by_parcel)), *step.tiles[1:])))
     return tuple(found)
 
 

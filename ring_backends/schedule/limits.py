@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SPREAD_SHARE = 0.10
-"""Maximum size of the buffers of all spread branches (:mod:`ring_backends.schedule.spread`), as a share of q, k, v, out
-and their gradients."""
+TREE_SHARE = 0.10
+"""Maximum size of the buffers of all branches on trees (:mod:`ring_backends.schedule.trees`), as a share of q, k, v,
+out and their gradients."""
 
 
 @dataclass(frozen=True)

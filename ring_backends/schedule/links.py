@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from ring_backends.schedule.branch import BranchSchedule
-from ring_backends.schedule.spread import Spread
+from ring_backends.schedule.trees import CHAIN, Tree
 
 
 def rows_at(branch: BranchSchedule, ring_size: int, *, first: int, behind: int = 0) -> Tensor:
     """Count the rows that visit each rank on a part of their routes: int64 [ring size].
 
     The part begins at the distance ``first`` and ends ``behind`` ranks before the last one. With ``first=1``, these are
-    the rows that each rank receives; with ``first=0`` and ``behind=1``, those that it passes on or sends if the rows
-    go around.
+    the rows that each rank receives; with ``first=0`` and ``behind=1``, those that it passes on or sends on a
+    chain.
     """
     total = torch.zeros(ring_size + 1, dtype=torch.int64, device="cpu")
     rows, reach = branch.travelling
@@ -38,34 +38,34 @@ def rows_at(branch: BranchSchedule, ring_size: int, *, first: int, behind: int =
     return total.cumsum(0)[:-1]
 
 
-def rows_spread(branch: BranchSchedule, ring_size: int, spread: Spread) -> Tensor:
-    """The rows that each rank sends in each hop if the rows of the branch are spread: int64 [hops, ring size]."""
-    total = torch.zeros(spread.num_hops, ring_size, dtype=torch.int64, device="cpu")
+def rows_on_tree(branch: BranchSchedule, ring_size: int, tree: Tree) -> Tensor:
+    """The rows that each rank sends in each hop if the rows travel along a tree: int64 [hops, ring size]."""
+    total = torch.zeros(len(tree.strides), ring_size, dtype=torch.int64, device="cpu")
     (rows, reach), longest = branch.travelling, branch.longest_reach
-    for hop, stride in enumerate(spread.strides):
-        step = spread.strides[hop - 1] if hop else longest + 1  # ranks in between have no rows before this hop
+    for hop, stride in enumerate(tree.strides):
+        step = tree.strides[hop - 1] if hop else longest + 1  # ranks in between have no rows before this hop
         for distance in range(0, longest + 1, step):
             receivers = (reach - distance).clamp(0, step - 1) // stride
             total[hop].index_add_(0, _rank_at(branch, distance), (rows * receivers).sum(1))
     return total
 
 
-def rows_between(branch: BranchSchedule, hosts: Tensor, spread: Spread | None) -> tuple[int, int]:
+def rows_between(branch: BranchSchedule, hosts: Tensor, tree: Tree) -> tuple[int, int]:
     """The rows of K and V, and those of dK and dV, with source and destination on different hosts.
 
     Args:
         hosts: the host of each ring rank, int64 [ring size].
-        spread: how the rows are spread; None if they go around.
+        tree: along which the rows travel.
     """
     rows, reach = branch.travelling
-    if spread is None:
+    if tree is CHAIN:
         source = branch.crossing.rank.unsqueeze(1)
         returns = hosts[_rank_at(branch, reach)] != hosts[source]
         keys, grads = (_boundaries(branch, hosts, first) for first in (0, 1))
         return int((rows * keys).sum()), int((rows * (grads + returns) * (reach > 0)).sum())
     crossing = 0
     for distance in range(1, branch.longest_reach + 1):  # dK and dV go back on the same tree
-        ends = (hosts[_rank_at(branch, at)] for at in (distance, spread.arrival(distance)[1]))
+        ends = (hosts[_rank_at(branch, at)] for at in (distance, tree.arrival(distance)[1]))
         crossing += int(((rows * (reach >= distance)).sum(1) * torch.ne(*ends)).sum())
     return crossing, crossing
 

@@ -1,7 +1,7 @@
 """Plans one rank's part of a schedule, step by step.
 
-The heads are cut into blocks. If the blocks are still too large, the rows of each hop around the ring are cut into
-shares. So the buffers of a hop stay small compared with the tensors. Spread branches are not cut: their hops carry all
+The heads are cut into blocks. If the blocks are still too large, the rows of each hop along chains are cut into shares.
+So the buffers of a hop stay small compared with the tensors. The hops along other trees are not cut: they carry all
 heads.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from ring_backends.schedule.block_builder import BlockBuilder
 from ring_backends.schedule.limits import limits_of
-from ring_backends.schedule.rank_plan import HeadBlock, RankPlan, Step
+from ring_backends.schedule.rank_plan import Delivery, HeadBlock, Hop, RankPlan, Step
 from ring_backends.schedule.ring_schedule import RingSchedule, key_value_dim, statistics_itemsize
 from ring_backends.schedule.tiling import UNCUT, UNLIMITED, TileSize
 from ring_backends.schedule.travel import Travel
@@ -47,10 +47,10 @@ def rank_plan(
         threads: number of threads that share the computation of a tile. It may differ between ranks.
         takes_bands: whether the kernel takes tiles with any band (:mod:`ring_backends.schedule.bands`).
         uncut: branches whose tiles are not cut.
-        few_hops: whether sparse branches are spread.
+        few_hops: whether the rows of sparse branches travel along trees of few hops, and not along chains.
     """
     if batch == 0:
-        return RankPlan(rank, ())
+        return RankPlan(rank)
     size = UNCUT
     if tile_bytes is not None:
         max_rows = max(1, tile_bytes // (batch * head_dim * itemsize))
@@ -61,19 +61,34 @@ def rank_plan(
     num_blocks, shares = num_cuts(
         schedule, travel, **sizes, value_dim=value_dim, backward=backward, device_type=device_type
     )
-    hops, parcels = BlockBuilder(schedule, travel, rank, 0, schedule.kv_heads).spread()
+    kept, parcels = BlockBuilder(schedule, travel, rank, 0, schedule.kv_heads).kept()
     bounds = [schedule.kv_heads * block // num_blocks for block in range(num_blocks + 1)]
-    builders = (BlockBuilder(schedule, travel, rank, first, last, shares) for first, last in pairwise(bounds))
+    builders = [BlockBuilder(schedule, travel, rank, first, last, shares) for first, last in pairwise(bounds)]
     tile_sizes = [UNCUT if branch in uncut else size for branch in range(schedule.pattern.num_branches)]
     base_size = size if limits_of(device_type).cuts_base else replace(size, max_rows=UNLIMITED)
     is_rounded = itemsize < statistics_itemsize(itemsize)
     blocks = [builder.block(tile_sizes, base_size, parcels, is_rounded=is_rounded) for builder in builders]
-    if len(hops) > 1:
-        blocks[0] = _hide_hops(blocks[0], range(1, len(hops)))
-    if backward and (travel.num_steps or hops):
+    num_hops = len(kept) - 1
+    if num_hops > 1:
+        blocks[0] = _hide_hops(blocks[0], range(1, num_hops))
+    if backward and (travel.num_steps or num_hops):
         last = len(blocks[-1].steps)
-        blocks[-1] = _hide_hops(blocks[-1], range(last, last + max(1, len(hops))))
-    return RankPlan(rank, tuple(blocks), hops)
+        blocks[-1] = _hide_hops(blocks[-1], range(last, last + max(1, num_hops)))
+    hops = [builder.hops(len(block.steps)) for builder, block in zip(builders, blocks, strict=True)]
+    keys, grads = (tuple(chain.from_iterable(of_blocks)) for of_blocks in zip(*hops, strict=True))
+    chained = Delivery(keys, grads if backward else ())
+    last_step = sum(len(block.steps) for block in blocks[:-1]) or num_hops
+    going_home = [hop.reversed for hop in reversed(kept[1:])] if backward else []
+    received = {parcel for hop in kept for message in hop.receives for parcel in message.parcels}
+    sent = dict.fromkeys(parcel for hop in kept for message in hop.sends for parcel in message.parcels)
+    along_trees = Delivery(
+        keys=kept,
+        grads=(*[Hop()] * last_step, *going_home),
+        is_kept=True,
+        own=tuple(parcel for parcel in sent if parcel not in received),
+        last_step=last_step,
+    )
+    return RankPlan(rank, tuple(blocks), (chained, along_trees))
 
 
 def _hide_hops(block: HeadBlock, steps: range) -> HeadBlock:
@@ -83,15 +98,17 @@ def _hide_hops(block: HeadBlock, steps: range) -> HeadBlock:
     these rows.
     """
     first, *others = block.steps
-    movable = [index for index, tile in enumerate(first.tiles) if not (tile.opens_queries or tile.opens_keys)]
+    local, *remote = first.tiles
+    movable = [index for index, tile in enumerate(local) if not (tile.opens_queries or tile.opens_keys)]
     parts = len(steps) + 1
     step_of = {index: number * parts // len(movable) for number, index in enumerate(movable)}
-    stay = tuple(tile for index, tile in enumerate(first.tiles) if not step_of.get(index))
-    found = [replace(first, tiles=stay), *others]
+    stay = tuple(tile for index, tile in enumerate(local) if not step_of.get(index))
+    found = [replace(first, tiles=(stay, *remote)), *others]
     for number, step in enumerate(steps, 1):
         found += [Step()] * (step + 1 - len(found))
-        moved = tuple(first.tiles[index] for index, part in step_of.items() if part == number)
-        found[step] = replace(found[step], tiles=(*moved, *found[step].tiles))
+        moved = tuple(local[index] for index, part in step_of.items() if part == number)
+        chained, kept = found[step].tiles
+        found[step] = replace(found[step], tiles=((*moved, *chained), kept))
     return replace(block, steps=tuple(found))
 
 
@@ -108,7 +125,7 @@ def num_cuts(
 ) -> tuple[int, int]:
     """Return the number of blocks of heads, and of shares of every hop, that keep the communication buffers small.
 
-    Only the rows that go around are cut. At most three buffers of their K and V exist at a time: one to send, one in
+    Only the rows on chains are cut. At most three buffers of their K and V exist at a time: one to send, one in
     use, one to receive. In a backward, there are at most three more of dK and dV, in the statistics dtype: one being
     computed, one to send, one to receive.
     """
@@ -118,9 +135,9 @@ def num_cuts(
     buffers = 3 * hop
     if backward:
         buffers += 3 * hop * statistics_itemsize(itemsize) // itemsize
-    # The buffers of spread branches leave less for the others, but never less than a quarter.
+    # The buffers of rows on trees leave less for the others, but never less than a quarter.
     share = limits.communication_share
-    left = max(share / 4, share - travel.spread_rows * row_bytes / 2 / max(1, tensors))
+    left = max(share / 4, share - travel.tree_rows * row_bytes / 2 / max(1, tensors))
     cuts = -(-buffers // max(1, int(left * tensors)))
     cuts = max(1, min(cuts, hop // limits.min_hop_bytes))
     sums = schedule.longest * schedule.num_heads * row_bytes // 2 if backward and itemsize < 4 else 0

@@ -1,16 +1,16 @@
 """The plan of one rank: its part of a :class:`~ring_backends.RingSchedule`, step by step, as data.
 
-A plan is a list of blocks of heads. The first step of a block computes the tiles whose keys are local. Each further
-step receives parcels of K and V that go around the ring, computes the tiles that need them, and forwards what other
-ranks still need. The parcels of spread branches (:mod:`ring_backends.schedule.spread`) travel for all heads at once,
-and stay until the tiles of all blocks have used them. All ranks number the steps in the same way. In some steps a rank
-may do nothing. :mod:`ring_backends.schedule.planner` makes plans.
+A plan has blocks of heads, which have steps. A step computes tiles with local keys, and with keys that have arrived
+before it. The rows of other ranks arrive in two *deliveries*: along chains, for one block of heads and one step at a
+time, and along trees of few hops (:mod:`ring_backends.schedule.trees`), for all heads at once. All ranks number the
+steps in the same way. In some steps a rank may do nothing. :mod:`ring_backends.schedule.planner` makes plans.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 from ring_backends.schedule.bands import ANTICAUSAL, CAUSAL, Band
 from ring_backends.schedule.rows import DilatedRows
@@ -55,7 +55,7 @@ class Parcel:
 
 @dataclass(frozen=True)
 class Message:
-    """What one rank sends to one peer in one step: parcels in the order of the wire buffer."""
+    """What one rank sends to one peer in one hop: parcels in the order of the wire buffer."""
 
     peer: int
     parcels: tuple[Parcel, ...]
@@ -196,20 +196,65 @@ class Phantom:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One step of a plan. K and V arrive before its tiles are computed. Their dK and dV are sent afterwards.
-
-    Attributes:
-        spread_tiles: the tiles with keys of spread branches.
-    """
+class Hop:
+    """What a rank sends and receives at a time: at most one message to each peer, and at most one from each."""
 
     sends: tuple[Message, ...] = ()
     receives: tuple[Message, ...] = ()
-    tiles: tuple[Tile, ...] = ()
-    spread_tiles: tuple[Tile, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.sends or self.receives)
+
+    @property
+    def reversed(self) -> Hop:
+        """The hop in which dK and dV go back."""
+        return Hop(self.receives, self.sends)
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """How parcels reach a rank, and how their dK and dV go home.
+
+    On a chain, dK and dV follow their parcel: each rank adds its share, and the last one sends them to the rank that
+    holds the keys. On other trees they go back as the parcels came, and each rank adds up what comes from further on.
+
+    Attributes:
+        keys: hop i of K and V has arrived before the tiles of step i. The first is empty.
+        grads: hop i of dK and dV is posted after the tiles of step i. There may be more hops than steps. A forward has
+            none.
+        is_kept: whether a rank keeps the parcels of all hops, until the last step has used them. On chains, it keeps
+            those of one hop.
+        own: if they are kept, the parcels that this rank holds.
+        last_step: the last step that uses parcels that are kept, the same on every rank.
+    """
+
+    keys: tuple[Hop, ...] = ()
+    grads: tuple[Hop, ...] = ()
+    is_kept: bool = False
+    own: tuple[Parcel, ...] = ()
+    last_step: int = 0
+
+    @cached_property
+    def received(self) -> tuple[Parcel, ...]:
+        """The parcels of all hops."""
+        return tuple(parcel for hop in self.keys for message in hop.receives for parcel in message.parcels)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a plan.
+
+    Attributes:
+        tiles: for each delivery, the tiles with keys that it has brought. The first has the tiles with local keys too.
+        phantoms: the zero keys that are merged after the tiles.
+    """
+
+    tiles: tuple[tuple[Tile, ...], ...] = ((), ())
     phantoms: tuple[Phantom, ...] = ()
-    grad_sends: tuple[Message, ...] = ()
-    grad_receives: tuple[Message, ...] = ()
+
+    @property
+    def all_tiles(self) -> tuple[Tile, ...]:
+        return tuple(chain.from_iterable(self.tiles))
 
 
 @dataclass(frozen=True)
@@ -231,24 +276,16 @@ class HeadBlock:
 
 
 @dataclass(frozen=True)
-class SpreadHop:
-    """One hop of the parcels of spread branches. dK and dV go back the same way, in the opposite order of hops."""
-
-    sends: tuple[Message, ...] = ()
-    receives: tuple[Message, ...] = ()
-
-
-@dataclass(frozen=True)
 class RankPlan:
-    """Everything one rank does in one call.
+    """Everything one rank does in one forward, or in one backward.
 
     Attributes:
-        spread: the hops of spread branches. Hop h is posted before the tiles of step h − 1, the first being step 0.
+        deliveries: along chains, and along trees of few hops.
     """
 
     rank: int
-    blocks: tuple[HeadBlock, ...]
-    spread: tuple[SpreadHop, ...] = ()
+    blocks: tuple[HeadBlock, ...] = ()
+    deliveries: tuple[Delivery, Delivery] = (Delivery(), Delivery(is_kept=True))
 
     @cached_property
     def steps(self) -> tuple[tuple[HeadBlock, Step], ...]:
@@ -256,37 +293,13 @@ class RankPlan:
         return tuple((block, step) for block in self.blocks for step in block.steps)
 
     @cached_property
-    def last_spread_step(self) -> int:
-        """The index of the step after which dK and dV of spread branches go home, the same on every rank."""
-        *before, _ = self.blocks
-        return sum(len(block.steps) for block in before) if before else len(self.spread)
+    def hops(self) -> tuple[Hop, ...]:
+        """The hops that this rank takes part in."""
+        return tuple(hop for delivery in self.deliveries for hop in (*delivery.keys, *delivery.grads) if hop)
 
     @cached_property
-    def own_spread(self) -> tuple[Parcel, ...]:
-        """The parcels of spread branches that this rank holds."""
-        received = {parcel for hop in self.spread for message in hop.receives for parcel in message.parcels}
-        sent = dict.fromkeys(parcel for hop in self.spread for message in hop.sends for parcel in message.parcels)
-        return tuple(parcel for parcel in sent if parcel not in received)
-
-    def pairs(self, *, backward: bool) -> frozenset[tuple[int, int]]:
-        """(source, destination) of every message that this rank sends or receives, in a forward or in a backward."""
-        hops: list[SpreadHop | Step] = [*self.spread, *(step for _, step in self.steps)]
-        sends = [message for hop in hops for message in hop.sends]
-        receives = [message for hop in hops for message in hop.receives]
-        if backward:  # dK and dV of spread branches go back the same way
-            sends += [message for _, step in self.steps for message in step.grad_sends]
-            sends += [message for hop in self.spread for message in hop.receives]
-            receives += [message for _, step in self.steps for message in step.grad_receives]
-            receives += [message for hop in self.spread for message in hop.sends]
-        return frozenset(
-            [*((self.rank, message.peer) for message in sends), *((message.peer, self.rank) for message in receives)]
-        )
-
-    def num_hops(self, *, backward: bool) -> int:
-        """How many hops this rank takes part in, in a forward or in a backward."""
-        steps = [step for _, step in self.steps]
-        with_keys = sum(bool(step.sends or step.receives) for step in steps)
-        with_keys += sum(bool(hop.sends or hop.receives) for hop in self.spread)
-        with_grads = sum(bool(step.grad_sends or step.grad_receives) for step in steps)
-        with_grads += sum(bool(hop.sends or hop.receives) for hop in self.spread)
-        return with_keys + with_grads if backward else with_keys
+    def pairs(self) -> frozenset[tuple[int, int]]:
+        """(source, destination) of every message that this rank sends or receives."""
+        sends = ((self.rank, message.peer) for hop in self.hops for message in hop.sends)
+        receives = ((message.peer, self.rank) for hop in self.hops for message in hop.receives)
+        return frozenset((*sends, *receives))

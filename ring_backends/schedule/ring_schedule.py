@@ -129,7 +129,7 @@ class RingSchedule:
             itemsize: bytes per element of K and V.
             backward: whether dK and dV are sent too.
             few_hops: whether the rows of sparse branches go straight to the ranks that need them, in one hop or a few.
-                False sends all rows around the ring, from neighbour to neighbour.
+                False sends all rows along chains.
         """
         grad_size = statistics_itemsize(itemsize) // itemsize if backward else 0
         if (grad_size, few_hops) not in self._travels:
@@ -220,7 +220,7 @@ class RingSchedule:
         for backward in (False, True):
             travel = self.travel(itemsize=itemsize, backward=backward)
             for branch in self.branches:
-                keys, grads = rows_between(branch, numbers, travel.spreads.get(branch.index))
+                keys, grads = rows_between(branch, numbers, travel.tree(branch.index))
                 total += keys * itemsize + (grads * statistics_itemsize(itemsize) if backward else 0)
         return batch * key_value_dim(head_dim, value_dim) * total
 

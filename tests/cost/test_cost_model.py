@@ -28,7 +28,7 @@ from ring_backends.schedule.limits import limits_of
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.schedule.rank_plan import Message
 from ring_backends.schedule.rows import DilatedRows
-from ring_backends.schedule.spread import MESSAGE_COST
+from ring_backends.schedule.trees import MESSAGE_COST
 from ring_backends.testing.fine_cuts import every_branch_spread
 from ring_backends.testing.strategies import AttentionCase, attention_cases, in_parts
 
@@ -107,16 +107,14 @@ def test_numbers_are_those_of_schedule_and_plans(part: int, case: AttentionCase,
         own_pairs = own_rows = own_tiles = largest = 0
         plan = rank_plan(schedule, rank, batch=1, head_dim=case.head_dim, itemsize=8)
         for _, step in plan.steps:
-            for tile in step.tiles:
+            for tile in step.all_tiles:
                 rows, segments, heads = tile.queries.rows, tile.queries.segments, tile.queries.num_heads
                 if isinstance(tile.keys, DilatedRows) and tile.queries.start == tile.keys.start:
                     own_pairs += segments * heads * int((~outside_of(tile.band or Band(), rows, tile.keys.rows)).sum())
                     own_rows += segments * heads * rows
                     own_tiles += 1
                     largest = max(largest, 4 * (tile.queries.size + tile.keys.size))
-            for counted, messages in ((keys, step.sends), (grads, step.grad_sends)):
-                counted[rank] += num_rows(messages)
-        for hop in plan.spread:
+        for hop in plan.hops:
             keys[rank] += num_rows(hop.sends)
             grads[rank] += num_rows(hop.receives)
         assert (float(cost.tiles.own_pairs[rank]), float(cost.tiles.rows.own[rank])) == (own_pairs, own_rows)
@@ -142,7 +140,7 @@ def test_bytes_of_spread_branches_between_hosts(case: AttentionCase, ring_size: 
         crossing = 0
         for rank in range(ring_size):
             plan = rank_plan(schedule, rank, batch=1, head_dim=1, itemsize=8)
-            messages = (message for hop in plan.spread for message in hop.sends)
+            messages = (message for hop in plan.hops for message in hop.sends)
             crossing += num_rows(message for message in messages if hosts[message.peer] != hosts[rank])
         assert schedule.bytes_between_hosts(hosts, batch=1, head_dim=1, itemsize=8) == 3 * 2 * 8 * crossing
 

@@ -18,7 +18,7 @@ from triton_interpreter import error_norm
 from ring_backends import DilatedPattern, dilated_attention
 from ring_backends.engine import call
 from ring_backends.engine.inputs import AttentionInputs
-from ring_backends.engine.spreading import SpreadGrads
+from ring_backends.engine.wire import ReturningGrads
 from ring_backends.kernels import aten_cpu
 from ring_backends.kernels.base import split_scale
 from ring_backends.ring.ring import Ring
@@ -233,7 +233,7 @@ def test_gradients_that_come_home_need_no_memory_of_their_own() -> None:
     query, key, value = torch.randn(3, 1, 64, 2, 8).unbind()
     kept: list[int] = []
 
-    def finish(self: SpreadGrads, *args: Any) -> None:
+    def finish(self: ReturningGrads, *args: Any) -> None:
         finish_all(self, *args)
         kept.append(len(self._own))
 
@@ -241,10 +241,10 @@ def test_gradients_that_come_home_need_no_memory_of_their_own() -> None:
         leaves = [ring.shard(x).requires_grad_() for x in (query, key, value)]
         ThreadRingDilatedAttention([64], [2], ring=ring)(*leaves).sum().backward()
 
-    finish_all = SpreadGrads.finish
-    with every_branch_spread(message_cost=5.0), mock.patch.object(SpreadGrads, "finish", finish):
+    finish_all = ReturningGrads.finish
+    with every_branch_spread(message_cost=5.0), mock.patch.object(ReturningGrads, "finish", finish):
         run_in_threads(4, differentiate)
-    assert kept == [0] * 4
+    assert kept == [0] * 8  # ranks and deliveries
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

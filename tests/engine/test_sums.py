@@ -111,7 +111,7 @@ def test_no_launch_adds_two_values_to_one_element(dtype: torch.dtype) -> None:
             assert not before.intersection(numbers)
             before.update(numbers)
 
-    with mock.patch("ring_backends.engine.around.scatter_many", check_disjoint):
+    with mock.patch("ring_backends.engine.wire.scatter_many", check_disjoint):
         run(call, inputs, no_hops())
     assert sum(launches) > 2
 
@@ -130,7 +130,7 @@ def test_rows_of_a_plan_with_a_base(case: AttentionCase) -> None:
 
 
 def check_block(block: HeadBlock, local_len: int) -> None:
-    tiles = [tile for step in block.steps for tile in step.tiles]
+    tiles = [tile for step in block.steps for tile in step.all_tiles]
     if block.roles.base is None:
         assert not block.others
         assert not block.roles.merged

@@ -9,7 +9,7 @@ from unittest import mock
 
 from ring_backends.engine.call import forget_calls
 from ring_backends.kernels import pairwise
-from ring_backends.schedule import limits, spread, tiling, travel
+from ring_backends.schedule import limits, tiling, travel, trees
 
 
 @contextlib.contextmanager
@@ -32,13 +32,13 @@ def fine_cuts(min_bytes: int = 16) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def every_branch_spread(message_cost: float = spread.MESSAGE_COST) -> Iterator[None]:
+def every_branch_spread(message_cost: float = trees.MESSAGE_COST) -> Iterator[None]:
     """Spread the rows of all branches within this context, as if they were sparse.
 
     Args:
         message_cost: the larger it is, the more hops with fewer messages are made.
     """
-    with mock.patch.object(travel, "SPREAD_SHARE", 1e9), mock.patch.object(spread, "MESSAGE_COST", message_cost):
+    with mock.patch.object(travel, "TREE_SHARE", 1e9), mock.patch.object(trees, "MESSAGE_COST", message_cost):
         forget_calls()
         yield
     forget_calls()

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ring_backends.engine.call
-from ring_backends.engine.hops import SPREAD
 from ring_backends.kernels import select_kernel
 from ring_backends.ring.stream_hops import StreamHop
 from ring_backends.ring.transfer import Transfer
@@ -51,13 +50,13 @@ class Event:
 
     @property
     def posts_keys(self) -> bool:
-        """Whether the hop was posted for K and V, and not for spread rows. The tags of dK and dV are odd."""
-        return self.what == "post" and self.tag % 2 == 0 and not self.tag & SPREAD
+        """Whether the hop was posted for K and V on a chain."""
+        return self.what == "post" and self.tag % 4 == 0
 
     @property
     def step(self) -> int:
         """The step of the schedule that waits for this hop of K and V."""
-        return (self.tag & 0xFFFF) // 2
+        return (self.tag & 0xFFFF) // 4
 
 
 @dataclass
@@ -125,7 +124,7 @@ def recorded(attention_class: Any) -> Iterator[Recording]:
     def recorded_plan(*args: Any, **kwargs: Any) -> RankPlan:
         plan = rank_plan(*args, **kwargs)
         direction = "backward" if kwargs["backward"] else "forward"
-        recording.tiles_of_steps[direction] = [len(step.tiles) + len(step.spread_tiles) for _, step in plan.steps]
+        recording.tiles_of_steps[direction] = [len(step.all_tiles) for _, step in plan.steps]
         return plan
 
     ring_backends.engine.call.forget_calls()

@@ -66,7 +66,7 @@ def planned_hops(case: AttentionCase, rings: RingSpec, layout: LayoutKind, ring_
     """The number of hops of a forward or backward in which a rank sends or receives."""
     schedule = case.schedule(rings.size, layout)
     plan = rank_plan(schedule, ring_rank, **sizes_of(case), backward=backward)
-    return plan.num_hops(backward=backward)
+    return len(plan.hops)
 
 
 def check_sent_bytes(world: World, adapter: str, rings: RingSpec, layout: LayoutKind, case: AttentionCase) -> None:

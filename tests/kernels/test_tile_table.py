@@ -42,7 +42,7 @@ def test_links_show_the_pairs_of_the_tiles(case: AttentionCase, ring_size: int, 
     for rank in range(ring_size):
         plan = rank_plan(schedule, rank, batch=1, head_dim=4, itemsize=4, backward=backward)
         for _, step in plan.steps:
-            for tiles in launches((*step.tiles, *step.spread_tiles)):
+            for tiles in launches(step.all_tiles):
                 check_table(tiles)
 
 

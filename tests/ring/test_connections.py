@@ -22,7 +22,7 @@ from ring_backends.ring import collectives, transfer
 from ring_backends.ring.calls import Configuration
 from ring_backends.ring.ring import CONNECT
 from ring_backends.ring.transfer import Transfer
-from ring_backends.schedule.spread import MESSAGE_COST
+from ring_backends.schedule.trees import MESSAGE_COST
 from ring_backends.testing.fine_cuts import every_branch_spread
 from ring_backends.testing.marks import MORE_CASES
 from ring_backends.testing.thread_ring import ThreadRing, ThreadRingDilatedAttention, run_in_threads

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ring_backends.attention import dilated_attention
-from ring_backends.engine.hops import Hop, Hops, report_failure
 from ring_backends.engine.tiles import TileRunner
+from ring_backends.engine.wire import Hops, PostedHop, report_failure
 from ring_backends.engine.wire_buffers import RowFormat
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.agreement import Agreement
@@ -33,6 +33,7 @@ from ring_backends.ring.notices import REFUSED, publish_configuration
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.stream_hops import FollowedHop, FollowedHops, Headers, StreamHop
 from ring_backends.ring.transfer import WorkTransfer
+from ring_backends.schedule.rank_plan import Hop
 from ring_backends.testing import nccl_stand_in
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.marks import MORE_CASES, THOROUGH, matrix_but
@@ -244,10 +245,10 @@ def test_a_peer_that_never_comes() -> None:
         assert num_aborts == 1
 
 
-def post(hops: Hops, step: int) -> Hop | None:
+def post(hops: Hops, step: int) -> PostedHop:
     """Post a hop in which this rank receives 4 bytes from rank 1."""
     incoming = {1: torch.zeros(4, dtype=torch.uint8)}
-    return hops.post(step, {}, (), incoming, RowFormat(1, 4, 4, torch.float32))
+    return hops.post(step, Hop(), {}, incoming, RowFormat(1, 4, 4, torch.float32), is_kept=False)
 
 
 @THOROUGH
@@ -265,9 +266,7 @@ def test_a_lost_peer_is_reported_without_synchronize(use: str) -> None:
             assert ring.communicator.is_aborted.wait(10)  # the stream goes on
             return ending(lambda: begin(ring))
         hops = Hops(ring.rank, attend.ring_pass, begin(ring), ring.agreement, ring.traffic)
-        posted = post(hops, 0)
-        assert posted is not None
-        posted.wait()
+        post(hops, 0).wait()
         assert ring.communicator.is_aborted.wait(10)
         return ending(lambda: post(hops, 1))
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from nccl_suites import BlockingHopTests, HopTests, Worlds, blocking_worlds, pair, simulated_worlds, world
 
-from ring_backends.engine import hops
-from ring_backends.engine.hops import Hop
+from ring_backends.engine import wire
+from ring_backends.engine.wire import PostedHop
 from ring_backends.errors import RingMismatchError
 from ring_backends.ring import stream_hops, transfer
 from ring_backends.ring.calls import Configuration
@@ -58,7 +58,7 @@ def post_hops_in_another_order_on_each_rank() -> None:
 def free_buffers_before_they_are_sent() -> None:
     """Only the works hold the buffers of a hop."""
     keeps_none = mock.patch.object(transfer, "WorkTransfer", lambda works, _, *rest: WorkTransfer(works, [], *rest))
-    with keeps_none, mock.patch.object(hops, "Hop", lambda posted, _, *rest: Hop(posted, {}, *rest)):
+    with keeps_none, mock.patch.object(wire, "PostedHop", lambda posted, _, *rest: PostedHop(posted, {}, *rest)):
         call_here(ADAPTER, EDGE_CASES["grouped queries"], FOUR, "zigzag").check()
 
 

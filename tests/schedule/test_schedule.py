@@ -25,7 +25,7 @@ from ring_backends.kernels.gather_rows import gather
 from ring_backends.schedule.bands import Band
 from ring_backends.schedule.crossing import crossing_pieces
 from ring_backends.schedule.planner import rank_plan
-from ring_backends.schedule.rank_plan import Message, Parcel, RankPlan, Step
+from ring_backends.schedule.rank_plan import Hop, Message, Parcel, RankPlan, Step
 from ring_backends.schedule.rows import DilatedRows
 from ring_backends.schedule.tiling import max_tile_bytes
 from ring_backends.testing.fine_cuts import every_branch_spread, fine_cuts
@@ -63,18 +63,15 @@ def parcels_of(messages: tuple[Message, ...]) -> Iterator[tuple[int, Parcel]]:
 def check_symmetry(schedule: RingSchedule) -> None:
     """Check that i sends to j what j expects from i, in the same order, and that each hop names a peer once."""
     plans = plans_of(schedule)
-    assert len({len(plan.steps) for plan in plans}) == len({len(plan.spread) for plan in plans}) == 1
-    spread, steps = ({plan.rank: hops(plan) for plan in plans} for hops in (lambda plan: plan.spread, steps_of))
-    for hops, outgoing, incoming in (
-        (steps, "sends", "receives"),
-        (steps, "grad_sends", "grad_receives"),
-        (spread, "sends", "receives"),
-    ):
-        sent, received = keys_of_messages(hops, outgoing), keys_of_messages(hops, incoming)
+    assert len({len(plan.steps) for plan in plans}) == len({plan.deliveries[1].last_step for plan in plans}) == 1
+    for delivery, kind in itertools.product(range(2), ("keys", "grads")):
+        hops = {plan.rank: getattr(plan.deliveries[delivery], kind) for plan in plans}
+        assert len({*map(len, hops.values())}) == 1
+        sent, received = keys_of_messages(hops, "sends"), keys_of_messages(hops, "receives")
         assert sent == {(index, peer, rank): keys for (index, rank, peer), keys in received.items()}
 
 
-def keys_of_messages(hops: dict[int, Any], kind: str) -> dict[tuple[int, int, int], list[Any]]:
+def keys_of_messages(hops: dict[int, tuple[Hop, ...]], kind: str) -> dict[tuple[int, int, int], list[Any]]:
     """The keys of the parcels of each message, by the number of its hop, its rank and its peer."""
     found: dict[tuple[int, int, int], list[Any]] = {}
     for rank, of_rank in hops.items():
@@ -93,7 +90,7 @@ def check_pairs(schedule: RingSchedule) -> None:
             rank_plan(schedule, rank, **SIZES, backward=backward, threads=1 + rank % 3)
             for rank in range(schedule.layout.ring_size)
         ]
-        pairs = [plan.pairs(backward=backward) for plan in plans]
+        pairs = [plan.pairs for plan in plans]
         for rank, of_rank in enumerate(pairs):
             assert all(rank in pair and pair[0] != pair[1] for pair in of_rank)
             assert all(pair in pairs[end] for pair in of_rank for end in pair)
@@ -104,22 +101,26 @@ def check_forwarding(schedule: RingSchedule) -> None:
     for plan in plans_of(schedule):
         arrived: set[Parcel] = set()
         pieces = schedule.layout.pieces(plan.rank)
-        for step in steps_of(plan):
-            for _, parcel in parcels_of(step.sends):
+        chained, kept = plan.deliveries
+        for step, hop, grads in zip(steps_of(plan), chained.keys, chained.grads, strict=True):
+            for _, parcel in parcels_of(hop.sends):
                 assert parcel in arrived or any(parcel.start in piece for piece in pieces)
-            arrived = {parcel for _, parcel in parcels_of(step.receives)}
-            assert arrived == {parcel for _, parcel in parcels_of(step.grad_sends)}
-            assert {parcel for tile in step.tiles for parcel in tile.parcels} <= arrived
-        here = {*plan.own_spread}
+            arrived = {parcel for _, parcel in parcels_of(hop.receives)}
+            assert arrived == {parcel for _, parcel in parcels_of(grads.sends)}
+            assert {parcel for tile in step.tiles[0] for parcel in tile.parcels} <= arrived
+        here = {*kept.own}
         assert all(any(parcel.start in piece for piece in pieces) for parcel in here)
-        for hop in plan.spread:
+        for hop in kept.keys:
             assert {parcel for _, parcel in parcels_of(hop.sends)} <= here
             here |= {parcel for _, parcel in parcels_of(hop.receives)}
         for index, step in enumerate(steps_of(plan)):
-            if step.spread_tiles:
-                assert index >= len(plan.spread) or index >= len(plan.blocks[0].steps)
-                assert index <= plan.last_spread_step
-            assert {parcel for tile in step.spread_tiles for parcel in tile.parcels} <= here
+            if step.tiles[1]:
+                assert len(kept.keys) <= index + 1 or index >= len(plan.blocks[0].steps)
+                assert index <= kept.last_step
+            assert {parcel for tile in step.tiles[1] for parcel in tile.parcels} <= here
+        returned = [parcel for hop in kept.grads for _, parcel in parcels_of(hop.sends)]
+        assert Counter(returned) == Counter(kept.received)
+        assert not any(kept.grads[: kept.last_step])
 
 
 def computed_counts(schedule: RingSchedule) -> Tensor:
@@ -135,7 +136,7 @@ def computed_counts(schedule: RingSchedule) -> Tensor:
         for block in plan.blocks:
             query_grid = grid(plan.rank, block.heads.stop - block.heads.start)
             for step in block.steps:
-                for tile in (*step.tiles, *step.spread_tiles):
+                for tile in step.all_tiles:
                     queries = gather(query_grid, tile.queries)
                     if isinstance(tile.keys, DilatedRows):
                         keys = gather(grid(plan.rank, block.kv_heads.stop - block.kv_heads.start), tile.keys)
@@ -182,7 +183,7 @@ def check_openings(schedule: RingSchedule) -> None:
             ):
                 rows_of = torch.arange(local_len * num_heads).view(1, local_len, num_heads)
                 seen = torch.zeros(local_len * num_heads, dtype=torch.bool)
-                for tile in (tile for step in block.steps for tile in step.tiles):
+                for tile in (tile for step in block.steps for tile in step.tiles[0]):
                     if isinstance(getattr(tile, side), DilatedRows):
                         rows = gather(rows_of, getattr(tile, side)).flatten()
                         if getattr(tile, f"opens_{side}"):
@@ -206,12 +207,9 @@ def check_bytes(schedule: RingSchedule) -> None:
     """Check that the computed totals equal the sums over the steps of all ranks."""
     for plan in plans_of(schedule):
         keys = schedule.travel(itemsize=SIZES["itemsize"], backward=True).key_rows_sent
-        for of_step, of_hop, rows in (
-            ("sends", "sends", keys),
-            ("grad_sends", "receives", schedule.rows_received),  # spread dK and dV go back
-        ):
-            parcels = [parcel for step in steps_of(plan) for _, parcel in parcels_of(getattr(step, of_step))]
-            parcels += [parcel for hop in plan.spread for _, parcel in parcels_of(getattr(hop, of_hop))]
+        for kind, rows in (("keys", keys), ("grads", schedule.rows_received)):
+            hops = [hop for delivery in plan.deliveries for hop in getattr(delivery, kind)]
+            parcels = [parcel for hop in hops for _, parcel in parcels_of(hop.sends)]
             assert sum(parcel.rows * parcel.num_streams for parcel in parcels) == int(rows[plan.rank])
 
 
@@ -246,14 +244,17 @@ def test_only_needed_rows_travel_and_every_visible_pair_is_computed_once(part, c
     check_plans(schedule, case)
     visits: Counter[tuple[object, int]] = Counter()
     for plan in plans_of(schedule):
-        for block_index, block in enumerate(plan.blocks):
-            for step in block.steps:
-                used = {parcel for tile in step.tiles for parcel in tile.parcels}
-                for _, parcel in parcels_of(step.receives):
-                    visits[(block_index, *parcel.key), plan.rank] += 1
-                for message in step.grad_sends:
-                    home = [p for p in message.parcels if message.peer == owner_of(schedule.layout, p.start)]
-                    assert all(parcel in used for parcel in home)
+        block_of_step = [index for index, block in enumerate(plan.blocks) for _ in block.steps]
+        chained = plan.deliveries[0]
+        for block_index, step, hop, grads in zip(
+            block_of_step, steps_of(plan), chained.keys, chained.grads, strict=True
+        ):
+            used = {parcel for tile in step.tiles[0] for parcel in tile.parcels}
+            for _, parcel in parcels_of(hop.receives):
+                visits[(block_index, *parcel.key), plan.rank] += 1
+            for message in grads.sends:
+                home = [p for p in message.parcels if message.peer == owner_of(schedule.layout, p.start)]
+                assert all(parcel in used for parcel in home)
     assert all(count == 1 for count in visits.values())
 
 
@@ -270,7 +271,7 @@ def test_both_ends_name_each_pair_of_ranks(layout: Any, is_causal: bool) -> None
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_segments_within_the_shards_send_no_bytes(layout: str, is_causal: bool) -> None:
     schedule = AttentionCase(256, (8, 16), (1, 2), num_heads=4, num_kv_heads=4, is_causal=is_causal).schedule(8, layout)
-    assert schedule.travel(itemsize=4).num_steps == schedule.travel(itemsize=4).num_spread_hops == 0
+    assert schedule.travel(itemsize=4).num_steps == schedule.travel(itemsize=4).num_tree_hops == 0
     assert [schedule.wire_bytes(rank, batch=2, head_dim=8, itemsize=4) for rank in range(8)] == [0] * 8
 
 
@@ -280,7 +281,7 @@ def test_one_tile_computes_both_chunks_of_a_zigzag_rank(is_causal: bool) -> None
     pattern = DilatedPattern((8, 32, 64, 48, 256), (1, 2, 4, 4, 8))
     schedule = RingSchedule(pattern, SequenceLayout(256, 4, "zigzag"), num_heads=4, is_causal=is_causal)
     (block,) = rank_plan(schedule, 1, batch=1, head_dim=4, itemsize=4).blocks
-    tiles = [tile for tile in block.steps[0].tiles if not tile.parcels]
+    tiles = [tile for tile in block.steps[0].tiles[0] if not tile.parcels]
     sizes = [[(x.queries.segments, x.queries.rows) for x in tiles if x.branch == branch] for branch in range(5)]
     assert sizes == [[(8, 8)], [(2, 16)], [(2, 8)], [(1, 4), (1, 4), (1, 8)], [(1, 8)]]
 
@@ -296,7 +297,7 @@ def test_a_causal_window_sends_the_end_of_a_chunk_to_the_next(rate, layout, sent
     pattern = DilatedPattern((None,), (rate,), offset="every", window_lengths=(window,))
     schedule = RingSchedule(pattern, SequenceLayout(1024, 8, layout), 4, kv_heads, is_causal=True)
     travel = schedule.travel(itemsize=4)
-    assert travel.num_steps + travel.num_spread_hops == 1
+    assert travel.num_steps + travel.num_tree_hops == 1
     rows = (window - 1) // rate * rate * kv_heads
     assert schedule.rows_received.tolist() == [rows * chunks for chunks in received]
     assert [schedule.wire_bytes(rank, **SIZES) for rank in range(8)] == [rows * 2 * 4 * 4 * chunks for chunks in sent]
@@ -378,12 +379,12 @@ def test_forwarded_rows_are_not_copied_if_segments_nest(layout: str, is_causal: 
     row_format = RowFormat(1, 4, 4, torch.float32)
     for plan in plans_of(schedule):
         arrived = WireBuffer.of(row_format, (), torch.device("cpu"))
-        for step in steps_of(plan):
-            for message in step.sends:
+        for hop in plan.deliveries[0].keys:
+            for message in hop.sends:
                 if all(parcel in arrived for parcel in message.parcels):
                     stretch = arrived.stretch(message.parcels)
                     assert stretch.untyped_storage().data_ptr() == arrived.buffer.untyped_storage().data_ptr()
-            arrived = WireBuffer.of(row_format, step.receives, torch.device("cpu"))
+            arrived = WireBuffer.of(row_format, hop.receives, torch.device("cpu"))
 
 
 def test_communication_buffers_are_a_twentieth_of_the_tensors() -> None:
@@ -394,8 +395,11 @@ def test_communication_buffers_are_a_twentieth_of_the_tensors() -> None:
     for rank in range(4):
         plan = rank_plan(schedule, rank, **sizes, backward=True)
         hop, grad_hop = (
-            max(row_format.buffer_bytes(p for _, p in parcels_of(getattr(step, kind))) for step in steps_of(plan))
-            for kind in ("receives", "grad_sends")
+            max(row_format.buffer_bytes(p for _, p in parcels_of(messages)) for messages in of_hops)
+            for of_hops in (
+                [hop.receives for hop in plan.deliveries[0].keys],
+                [hop.sends for hop in plan.deliveries[0].grads],
+            )
         )
         assert 3 * (hop + grad_hop) <= 0.05 * tensors
 
@@ -410,7 +414,7 @@ def test_every_thread_gets_a_head_or_a_segment_of_a_tile(batch: int, backward: b
 
     def shapes(threads: int) -> set[tuple[int, int, int]]:
         (block,) = rank_plan(schedule, 0, **sizes, threads=threads).blocks
-        queries = [tile.queries for step in block.steps for tile in step.tiles]
+        queries = [tile.queries for step in block.steps for tile in step.all_tiles]
         return {(rows.segments, rows.num_heads, rows.rows) for rows in queries}
 
     assert shapes(1) == {(1, 1, 8192)}
@@ -423,7 +427,7 @@ def test_backward_tiles_have_few_heads() -> None:
     schedule = AttentionCase(16384, (1024,), (1,), num_heads=4, num_kv_heads=4, is_causal=True).schedule(1)
     for backward, expected in ((False, (1, 4)), (True, (4, 1))):
         plan = rank_plan(schedule, 0, **SIZES, backward=backward, tile_bytes=4096 * 4 * 4)
-        queries = [tile.queries for step in steps_of(plan) for tile in step.tiles]
+        queries = [tile.queries for step in steps_of(plan) for tile in step.all_tiles]
         assert {(rows.segments, rows.num_heads) for rows in queries} == {expected}
 
 
@@ -434,7 +438,7 @@ def test_the_first_tile_of_a_parcel_has_the_queries_of_the_tile_before_it() -> N
         with fine_cuts():
             plan = rank_plan(schedule, rank, **SIZES, tile_bytes=tile_bytes)
         for block in plan.blocks:
-            tiles = [tile for step in block.steps for tile in step.tiles]
+            tiles = [tile for step in block.steps for tile in step.all_tiles]
             for before, tile in itertools.pairwise(tiles):
                 is_local = tile_bytes is None and not before.parcels
                 assert is_local or tile.parcels == before.parcels or tile.queries == before.queries

@@ -1,0 +1,304 @@
+"""What travels between ranks in one forward or backward: hops, K and V that arrive, dK and dV that go home."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_backends.engine.sums import BlockGrads
+from ring_backends.engine.wire_buffers import RowFormat, WireBuffer, parcels_of
+from ring_backends.kernels.gather_rows import gather_many, scatter_many
+from ring_backends.kernels.steps import Grads, StepRows
+from ring_backends.kernels.triton_rows_launch import Rows
+from ring_backends.ring.agreement import Agreement
+from ring_backends.ring.calls import Call
+from ring_backends.ring.ring import Traffic
+from ring_backends.ring.transfer import Transfer
+from ring_backends.schedule.rank_plan import Delivery, Hop, Parcel, RankPlan
+from ring_backends.torch_internals import span
+
+RingPass = Callable[[Mapping[int, Tensor], Mapping[int, Tensor], int], Transfer]
+"""(outgoing, incoming, tag) -> Transfer: posts one hop, with at most one buffer per ring rank in either direction."""
+
+POST_SPAN, WAIT_SPAN = "ring_backends::post_hop", "ring_backends::wait_hop"
+"""The names under which torch.profiler shows the posting of a hop, and the wait for one."""
+
+
+@dataclass(frozen=True, eq=False)
+class PostedHop:
+    """A hop on its way. It keeps the outgoing buffers alive until they are sent."""
+
+    transfer: Transfer
+    outgoing: Mapping[int, Tensor]
+    description: str
+    hops: Hops
+
+    def wait(self) -> None:
+        """Wait until the incoming buffers have arrived, and the outgoing ones are sent. Called once."""
+        hops, started = self.hops, time.perf_counter()
+        hops.posted.remove(self)
+        try:
+            with span(WAIT_SPAN), hops.agreement.waiting(hops.call):
+                on_stream = self.transfer.wait(hops.call.time_left())
+        except Exception as error:
+            hops.agreement.fail(hops.call, self.description, error)
+        hops.agreement.follow(hops.call, self.description, on_stream)
+        hops.traffic.wait_seconds += time.perf_counter() - started
+
+
+@dataclass(frozen=True)
+class Hops:
+    """Posts the hops of one forward or backward, tags them, counts their bytes, and describes them in errors.
+
+    Attributes:
+        posted: the hops that are posted and not waited for.
+    """
+
+    rank: int
+    ring_pass: RingPass
+    call: Call
+    agreement: Agreement
+    traffic: Traffic
+    posted: list[PostedHop] = field(default_factory=list)
+
+    def post(
+        self,
+        step: int,
+        hop: Hop,
+        outgoing: Mapping[int, Tensor],
+        incoming: Mapping[int, Tensor],
+        row_format: RowFormat,
+        *,
+        is_kept: bool,
+        grads: bool = False,
+    ) -> PostedHop:
+        """Post a hop of K and V, or with ``grads`` of dK and dV.
+
+        Args:
+            step: the step that waits for K and V, or that has computed dK and dV.
+            outgoing, incoming: the buffers by peer.
+            row_format: the format of the parcels that are sent.
+            is_kept: of which delivery the hop is.
+        """
+        self.agreement.check()
+        description = (
+            f"rank {self.rank} waited in step {step} of {self.call.direction} for "
+            f"{'dK and dV' if grads else 'K and V'} from rank {[*incoming]} and to rank {[*outgoing]}"
+        )
+        try:
+            with span(POST_SPAN), self.agreement.waiting(self.call), self.agreement.posting():
+                transfer = self.ring_pass(outgoing, incoming, self.call.tag(4 * step + 2 * is_kept + grads))
+                posted = PostedHop(transfer, outgoing, description, self)
+                self.posted.append(posted)
+        except Exception as error:
+            self.agreement.fail(self.call, description, error)
+        self.traffic.messages += len(outgoing)
+        self.traffic.bytes += sum(row_format.payload_bytes(message.parcels) for message in hop.sends)
+        return posted
+
+    def abandon(self) -> None:
+        """Abandon the hops that nobody will wait for."""
+        while self.posted:
+            self.posted.pop().transfer.abandon()
+
+
+def report_failure(hops: Hops | None) -> contextlib.AbstractContextManager[None]:
+    """After an exception on this rank, abandon the hops that are posted, and report it to the other ranks."""
+    return contextlib.nullcontext() if hops is None else _report_failure(hops)
+
+
+@contextlib.contextmanager
+def _report_failure(hops: Hops) -> Iterator[None]:
+    with hops.agreement.report_errors(hops.call):
+        try:
+            yield
+        except BaseException:
+            hops.abandon()
+            raise
+
+
+class ArrivingKeys:
+    """K and V of one delivery, as they arrive.
+
+    Args:
+        rows: this rank's rows of all heads.
+        hops: posts the hops; None if the delivery has none.
+    """
+
+    def __init__(self, plan: RankPlan, delivery: Delivery, rows: StepRows, hops: Hops | None) -> None:
+        self._plan, self._delivery, self._rows, self._hops = plan, delivery, rows, hops
+        self._format = key_format(rows)
+        self._buffer: WireBuffer | None = None
+        self._posted: PostedHop | None = None
+
+    def advance(self, step: int) -> WireBuffer | None:
+        """Wait for the hop that arrives before ``step``, and post the next one. Return the parcels that are here."""
+        if self._posted is not None:
+            self._posted.wait()
+            self._posted = None  # frees the buffer that it sent
+        here = self._buffer
+        if step + 1 < len(self._delivery.keys):
+            self._post(step + 1)
+        if self._delivery.is_kept and step == self._delivery.last_step:
+            self._buffer = None
+        return here
+
+    def _post(self, step: int) -> None:
+        """Post the hop that ``step`` waits for: parcels that have arrived, or this rank's own rows."""
+        hop, here, is_kept = self._delivery.keys[step], self._buffer, self._delivery.is_kept
+        if not hop:
+            self._buffer = here if is_kept else None
+            return
+        outgoing = here
+        if outgoing is None or not all(parcel in outgoing for message in hop.sends for parcel in message.parcels):
+            outgoing = self._own(step, hop)
+        self._buffer = outgoing if is_kept else self._new_buffer(parcels_of(hop.receives))
+        buffers = outgoing.by_peer(hop.sends), self._buffer.by_peer(hop.receives)
+        assert self._hops is not None
+        self._posted = self._hops.post(step, hop, *buffers, self._format, is_kept=is_kept)
+
+    def _own(self, step: int, hop: Hop) -> WireBuffer:
+        """A buffer with this rank's own rows. If parcels are kept, it has room for all that arrive."""
+        if self._delivery.is_kept:
+            rows, own, arriving = self._rows, self._delivery.own, self._delivery.received
+        else:
+            rows, own, arriving = self._rows.block(self._plan.steps[step][0]), parcels_of(hop.sends), ()
+        buffer = self._new_buffer(tuple(dict.fromkeys((*own, *arriving))))
+        tensors = rows.key, rows.value, rows.key_marks
+        gather_many(
+            [
+                Rows(tensor, parcel.source, destination)
+                for parcel in dict.fromkeys(own)
+                for destination, tensor in zip(buffer.slices(parcel), tensors, strict=True)
+                if destination is not None and tensor is not None
+            ]
+        )
+        return buffer
+
+    def _new_buffer(self, parcels: tuple[Parcel, ...]) -> WireBuffer:
+        return WireBuffer(self._format, parcels, self._rows.key.device)
+
+
+class _GoingHome(NamedTuple):
+    posted: PostedHop
+    arriving: Sequence[WireBuffer]
+    grads: BlockGrads
+
+
+class ReturningGrads:
+    """dK and dV of the parcels of one delivery, on their way home.
+
+    Args:
+        rows: this rank's rows of all heads.
+        hops: posts the hops; None if the delivery has none.
+        sum_dtype: the dtype in which dK and dV are added.
+        wire_dtype: the dtype in which they travel.
+    """
+
+    def __init__(
+        self,
+        plan: RankPlan,
+        delivery: Delivery,
+        rows: StepRows,
+        hops: Hops | None,
+        *,
+        sum_dtype: torch.dtype,
+        wire_dtype: torch.dtype,
+    ) -> None:
+        self._delivery, self._hops, self._device = delivery, hops, rows.key.device
+        self._sum_format, self._wire_format = grad_format(rows, sum_dtype), grad_format(rows, wire_dtype)
+        self._buffer = self._new_sums(delivery.received) if delivery.is_kept else None
+        self._going_home: _GoingHome | None = None
+        self._spans_blocks = delivery.is_kept and len(plan.blocks) > 1
+        self._own: dict[Parcel, list[Tensor]] = {}
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether dK and dV are on their way to this rank."""
+        return self._going_home is not None
+
+    def of_step(self, step: int) -> WireBuffer | None:
+        """The buffer for dK and dV of the parcels that the tiles of ``step`` read; None without parcels."""
+        if not self._delivery.is_kept:
+            self._buffer = (
+                self._new_sums(parcels_of(self._delivery.grads[step].sends)) if self._delivery.grads else None
+            )
+        return self._buffer
+
+    def _new_sums(self, parcels: tuple[Parcel, ...]) -> WireBuffer | None:
+        return WireBuffer(self._sum_format, parcels, self._device, zeroed=True) if parcels else None
+
+    def advance(self, step: int, grads: BlockGrads) -> None:
+        """After the tiles of ``step``: add what comes from further on to what is sent next, and post the next hop.
+
+        Args:
+            grads: the gradients of the step's block of heads. What comes home in this hop is added to its sums.
+        """
+        self.settle()
+        hop = self._delivery.grads[step] if step < len(self._delivery.grads) else None
+        if not hop:
+            return
+        outgoing = {}
+        if self._buffer is not None:
+            outgoing = self._buffer.to(self._wire_format.dtype, parcels_of(hop.sends)).by_peer(hop.sends)
+        arriving = {x.peer: WireBuffer(self._wire_format, x.parcels, self._device) for x in hop.receives}
+        incoming = {peer: buffer.buffer for peer, buffer in arriving.items()}
+        assert self._hops is not None
+        posted = self._hops.post(
+            step, hop, outgoing, incoming, self._wire_format, is_kept=self._delivery.is_kept, grads=True
+        )
+        self._going_home = _GoingHome(posted, [*arriving.values()], grads)
+
+    def settle(self) -> None:
+        """Wait for the hop that is on its way. Add what it brings to the parcels that are sent next, or to own rows."""
+        if self._going_home is None:
+            return
+        posted, buffers, grads = self._going_home
+        self._going_home = None
+        posted.wait()
+        for buffer in buffers:
+            own: defaultdict[int, list[Rows]] = defaultdict(list)
+            passing: list[tuple[Tensor, Tensor]] = []
+            for parcel in buffer.parcels:
+                arrived = buffer.slices(parcel)[:2]
+                if self._buffer is not None and parcel in self._buffer:
+                    passing += zip(self._buffer.slices(parcel)[:2], arrived, strict=True)
+                elif not self._spans_blocks:
+                    own[parcel.branch] += home(grads.sums, parcel, arrived)
+                elif parcel in self._own:
+                    passing += zip(self._own[parcel], arrived, strict=True)
+                else:
+                    self._own[parcel] = [grad.to(self._sum_format.dtype, copy=True) for grad in arrived]
+            if passing:
+                torch._foreach_add_(*map(list, zip(*passing, strict=True)))
+            for parts in own.values():  # parcels of different branches may hold the same rows
+                scatter_many(added=parts)
+
+    def finish(self, grads: Grads) -> None:
+        """Add what came home for several blocks of heads to the gradients of this rank's rows, of all heads."""
+        for parcel, own in self._own.items():
+            scatter_many(added=home(grads, parcel, own))
+
+
+def home(grads: Grads, parcel: Parcel, arrived: Sequence[Tensor]) -> list[Rows]:
+    """Where dK and dV of a parcel belong in the gradients of the rank that holds its keys."""
+    key, value = arrived
+    return [Rows(grads.key, parcel.source, key), Rows(grads.value, parcel.source, value)]
+
+
+def key_format(rows: StepRows) -> RowFormat:
+    """The format of K, V and their marks."""
+    marks = None if rows.key_marks is None else rows.key_marks.dtype
+    return RowFormat(rows.key.shape[0], rows.key.shape[3], rows.value.shape[3], rows.key.dtype, marks)
+
+
+def grad_format(rows: StepRows, dtype: torch.dtype) -> RowFormat:
+    """The format of dK and dV in another dtype."""
+    return replace(key_format(rows), dtype=dtype, marks=None)
