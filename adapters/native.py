@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from datetime import timedelta
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ring_backends.attention import RingDilatedAttention as _RingDilatedAttention
-from ring_backends.cost.arrangement import AutoOptions, RingSize
-from ring_backends.joining import join_ring, show_auto_options
+from ring_backends.joining import initializer
 from ring_backends.ring.ring import Ring
-from ring_backends.ring.topology import RingOrder
 from ring_backends.ring.transfer import Transfer
-from ring_backends.schedule.layout import LayoutKind
 from ring_backends.training.replicated import ReplicatedTraining
 from ring_backends.training.state import TrainingState
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 # TrainingState broadcasts buffers after each step, so the forward need not. torch 2.13 renamed the option.
 _PARAMETERS = signature(DistributedDataParallel).parameters
@@ -33,21 +25,7 @@ _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS 
 __all__ = ["NativeRingDilatedAttention", "RingDilatedAttention", "initialize", "parallelize"]
 
 
-@show_auto_options
-def initialize(
-    ring_size: RingSize = None,
-    layout: LayoutKind = "contiguous",
-    group: DeviceMesh | dist.ProcessGroup | None = None,
-    timeout: timedelta | float = timedelta(seconds=300),
-    *,
-    ring_order: RingOrder = "rank",
-    **auto: Unpack[AutoOptions],
-) -> Ring:
-    """Join a ring; every rank of the ring makes this call.
-
-    For arguments and errors, see :func:`ring_backends.joining.join_ring`.
-    """
-    return join_ring("native", ring_size, layout, group, timeout, ring_order, auto)
+initialize = initializer("native")
 
 
 class NativeRingDilatedAttention(_RingDilatedAttention):

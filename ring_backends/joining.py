@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,10 +16,65 @@ from ring_backends.ring.ring import Ring
 from ring_backends.ring.topology import RingOrder
 from ring_backends.schedule.layout import LayoutKind, SequenceLayout
 
-Initialize = TypeVar("Initialize", bound=Callable[..., Ring])
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+AnyInitialize = TypeVar("AnyInitialize", bound=Callable[..., Ring])
 
 
-def show_auto_options(initialize: Initialize) -> Initialize:
+class Initialize(Protocol):
+    """The ``initialize`` of an adapter."""
+
+    def __call__(
+        self,
+        ring_size: RingSize = None,
+        layout: LayoutKind = "contiguous",
+        group: DeviceMesh | dist.ProcessGroup | None = None,
+        timeout: timedelta | float = timedelta(seconds=300),
+        *,
+        ring_order: RingOrder = "rank",
+        **auto: Unpack[AutoOptions],
+    ) -> Ring: ...
+
+
+def initializer(
+    adapter: str,
+    *,
+    connect: Callable[..., Ring] = connect,
+    own_group: Callable[[RingSize, RingOrder], dist.ProcessGroup | None] = lambda ring_size, ring_order: None,
+) -> Initialize:
+    """Make the ``initialize`` of an adapter, which calls :func:`join_ring`.
+
+    Args:
+        adapter, connect: as in :func:`join_ring`.
+        own_group: called if ``group`` is not given. It returns the group that the framework uses as the ring, or None.
+            Its docstring becomes part of the docstring of ``initialize``.
+    """
+
+    @show_auto_options
+    def initialize(
+        ring_size: RingSize = None,
+        layout: LayoutKind = "contiguous",
+        group: DeviceMesh | dist.ProcessGroup | None = None,
+        timeout: timedelta | float = timedelta(seconds=300),
+        *,
+        ring_order: RingOrder = "rank",
+        **auto: Unpack[AutoOptions],
+    ) -> Ring:
+        """Join a ring; every rank of the ring makes this call.
+
+        For arguments and errors, see :func:`ring_backends.joining.join_ring`.
+        """
+        if group is None:
+            group = own_group(ring_size, ring_order)
+        return join_ring(adapter, ring_size, layout, group, timeout, ring_order, auto, connect=connect)
+
+    documented: tuple[object, ...] = (initialize, own_group)
+    initialize.__doc__ = "\n\n".join(inspect.getdoc(function) or "" for function in documented).rstrip()
+    return initialize
+
+
+def show_auto_options(initialize: AnyInitialize) -> AnyInitialize:
     """Decorate an adapter's ``initialize``, so that ``help`` and ``inspect.signature`` list the options in ``**auto``.
 
     They are those of :class:`~ring_backends.AutoOptions`. The default ``...`` means that the option is left out.

@@ -7,23 +7,20 @@ group of its own, so that its hops never queue behind FairScale's collectives.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from ring_backends.attention import RingDilatedAttention as _RingDilatedAttention
-from ring_backends.cost.arrangement import AutoOptions, RingSize, refuse_arrangement
+from ring_backends.cost.arrangement import RingSize, refuse_arrangement
 from ring_backends.errors import importing
-from ring_backends.joining import join_ring, show_auto_options
+from ring_backends.joining import initializer
 from ring_backends.ring.rendezvous import start_world_of_one, world_ring
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.topology import RingOrder
 from ring_backends.ring.transfer import Transfer
-from ring_backends.schedule.layout import LayoutKind
 from ring_backends.training.state import MakeOptimizer, TrainingState
 
 with importing("the fairscale adapter cannot import FairScale", "fairscale"):
@@ -32,41 +29,30 @@ with importing("the fairscale adapter cannot import FairScale", "fairscale"):
     from ring_backends.adapters.fairscale.ring_pass import RingTransport, post_hop
     from ring_backends.adapters.fairscale.training import FairScaleTraining, FullyShardedTraining, ShardedTraining
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 __all__ = ["FairScaleRingDilatedAttention", "RingDilatedAttention", "RingTransport", "initialize", "parallelize"]
 
 
-@show_auto_options
-def initialize(
-    ring_size: RingSize = None,
-    layout: LayoutKind = "contiguous",
-    group: DeviceMesh | dist.ProcessGroup | None = None,
-    timeout: timedelta | float = timedelta(seconds=300),
-    *,
-    ring_order: RingOrder = "rank",
-    **auto: Unpack[AutoOptions],
-) -> Ring:
-    """Join a ring; every rank of the ring makes this call.
+def _pipeline_group(ring_size: RingSize, ring_order: RingOrder) -> dist.ProcessGroup | None:
+    """Where ``fairscale.nn.model_parallel`` is initialised, its pipeline-parallel group is the ring.
 
-    Where ``fairscale.nn.model_parallel`` is initialised and ``group`` is not given, its pipeline-parallel group is the
-    ring. ``ring_size`` is then optional, and ``ring_size="auto"`` and ``ring_order="topology"`` are not allowed. For
-    arguments and errors, see :func:`ring_backends.joining.join_ring`.
+    ``ring_size`` is then optional, and ``ring_size="auto"`` and ``ring_order="topology"`` are not allowed.
     """
-    if group is None and model_parallel.model_parallel_is_initialized():
-        refuse_arrangement(
-            "fairscale.nn.model_parallel already fixes the ring's ranks and their order", ring_size, ring_order
+    if not model_parallel.model_parallel_is_initialized():
+        return None
+    refuse_arrangement(
+        "fairscale.nn.model_parallel already fixes the ring's ranks and their order", ring_size, ring_order
+    )
+    pipeline: dist.ProcessGroup = model_parallel.get_pipeline_parallel_group()
+    if ring_size not in (None, pipeline.size()):
+        raise ValueError(
+            f"ring_size = {ring_size}: fairscale.nn.model_parallel is initialised with a ring of {pipeline.size()} "
+            f"ranks, its pipeline-parallel group; leave ring_size out, initialise model_parallel with {ring_size} "
+            "pipeline stages, or pass a group of your own."
         )
-        pipeline: dist.ProcessGroup = model_parallel.get_pipeline_parallel_group()
-        if ring_size not in (None, pipeline.size()):
-            raise ValueError(
-                f"ring_size = {ring_size}: fairscale.nn.model_parallel is initialised with a ring of {pipeline.size()} "
-                f"ranks, its pipeline-parallel group; leave ring_size out, initialise model_parallel with {ring_size} "
-                "pipeline stages, or pass a group of your own."
-            )
-        group = pipeline
-    return join_ring("fairscale", ring_size, layout, group, timeout, ring_order, auto)
+    return pipeline
+
+
+initialize = initializer("fairscale", own_group=_pipeline_group)
 
 
 class FairScaleRingDilatedAttention(_RingDilatedAttention):

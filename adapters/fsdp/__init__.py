@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -35,12 +35,10 @@ from ring_backends.adapters.fsdp.sharding import (
 )
 from ring_backends.adapters.fsdp.training import FSDP1Training, FSDP2Training, ShardedTraining
 from ring_backends.attention import RingDilatedAttention as _RingDilatedAttention
-from ring_backends.cost.arrangement import AutoOptions, RingSize
 from ring_backends.errors import importing
-from ring_backends.joining import join_ring, show_auto_options
+from ring_backends.joining import initializer
 from ring_backends.ring.rendezvous import connect, world_ring
 from ring_backends.ring.ring import Ring
-from ring_backends.ring.topology import RingOrder
 from ring_backends.ring.transfer import Transfer
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.training.state import TrainingState
@@ -48,28 +46,7 @@ from ring_backends.training.state import TrainingState
 with importing("the fsdp adapter cannot import NumPy, which torch.distributed.checkpoint needs", "fsdp"):
     import_module("numpy")
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 __all__ = ["FSDPRingDilatedAttention", "RingDilatedAttention", "initialize", "parallelize"]
-
-
-@show_auto_options
-def initialize(
-    ring_size: RingSize = None,
-    layout: LayoutKind = "contiguous",
-    group: DeviceMesh | dist.ProcessGroup | None = None,
-    timeout: timedelta | float = timedelta(seconds=300),
-    *,
-    ring_order: RingOrder = "rank",
-    **auto: Unpack[AutoOptions],
-) -> Ring:
-    """Join a ring, which is the axis "ring" of a data × ring DeviceMesh over the world.
-
-    Without ``group`` every rank of the world makes this call. For arguments and errors, see
-    :func:`ring_backends.joining.join_ring`.
-    """
-    return join_ring("fsdp", ring_size, layout, group, timeout, ring_order, auto, connect=_connect_mesh_axis)
 
 
 def _connect_mesh_axis(
@@ -86,6 +63,9 @@ def _connect_mesh_axis(
         mesh = DeviceMesh(device_type, rings, mesh_dim_names=("data", "ring"))
         ranks = tuple(mesh["ring"].mesh.tolist())
     return connect(ranks, layout, timeout, adapter, order)
+
+
+initialize = initializer("fsdp", connect=_connect_mesh_axis)
 
 
 class FSDPRingDilatedAttention(_RingDilatedAttention):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,22 +10,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ring_backends
-from ring_backends import LayoutKind, Ring, RingOrder, RingSize, Transfer, WorkTransfer
-from ring_backends.joining import join_ring, show_auto_options
+from ring_backends import Ring, Transfer, WorkTransfer
+from ring_backends.joining import initializer
 from ring_backends.training import MakeOptimizer, ReplicatedTraining, TrainingState
 
-
-@show_auto_options
-def initialize(
-    ring_size: RingSize = None,
-    layout: LayoutKind = "contiguous",
-    group: Any = None,
-    timeout: timedelta = timedelta(seconds=300),
-    *,
-    ring_order: RingOrder = "rank",
-    **auto: Any,
-) -> Ring:
-    return join_ring("unbatched", ring_size, layout, group, timeout, ring_order, auto)
+initialize = initializer("unbatched")
 
 
 class UnbatchedRingDilatedAttention(ring_backends.RingDilatedAttention):
