@@ -82,30 +82,13 @@ SUITE = """
 """
 
 
-def run_suite(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
+def test_the_quick_command_leaves_out_what_another_class_tests_or_the_adapter_lacks(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(SUITE)
-    return pytester.runpytest_inprocess("-p", "ring_backends.testing.plugin", *options)
-
-
-def test_tests_are_skipped_with_the_reason(pytester: pytest.Pytester) -> None:
-    result = run_suite(pytester, "-rs", "-k", "TestWhole")
-    result.assert_outcomes(passed=9, skipped=3, deselected=36)
+    options = ("-v", "-rs", "-m", "not matrix")
+    result = pytester.runpytest_inprocess("-p", "ring_backends.testing.plugin", *options)
     result.stdout.fnmatch_lines(["*without save and load: it forgets", "*without device mesh axis: it has no mesh"])
-
-
-def test_the_quick_command_leaves_out_what_another_class_tests(pytester: pytest.Pytester) -> None:
-    result = run_suite(pytester, "-v", "-m", "not matrix")
     result.stdout.fnmatch_lines(["*TestWhole::test_core PASSED*", "*TestStrategy::test_core PASSED*"])
     for left_out in ("CoreInMatrix::test_core *", "CoreInMatrix::test_more*", "Strategy::test_rings*", "Some::test_m*"):
         result.stdout.no_fnmatch_line(f"*Test{left_out}")
     run = [line.split()[0].partition("TestSome::")[2] for line in result.outlines if "TestSome::" in line]
     assert run == ["test_rings[4]", "test_core"]
-
-
-def test_more_cases_run_with_one_adapter(pytester: pytest.Pytester) -> None:
-    result = run_suite(pytester, "-v", "-k", "core or more")
-    for suite in ("TestWhole", "TestSome"):
-        result.stdout.fnmatch_lines([f"*{suite}::test_more_core*2* PASSED*"])
-    result.stdout.fnmatch_lines(["*TestCoreInMatrix::test_core PASSED*"])
-    for suite in ("TestCoreInMatrix", "TestStrategy"):
-        result.stdout.no_fnmatch_line(f"*{suite}::test_more_core*2*")
