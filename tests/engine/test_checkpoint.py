@@ -11,7 +11,6 @@ import torch
 from native_ranks import assert_near
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 from ring_backends import dilated_attention
 from ring_backends.activation_checkpointing import attention_operators, keep_attention, remember_attention
@@ -104,17 +103,3 @@ def test_a_tensor_that_changes_before_the_backward_is_refused(name: str, use_ree
 
 def dilated_attention_with(query: Tensor, key: Tensor, value: Tensor, tensors: Any) -> Any:
     return native.RingDilatedAttention(*BRANCHES)(query, key, value, **tensors)
-
-
-def test_flop_counters_count_operations_inside() -> None:
-    attention = native.RingDilatedAttention([64], [1], kernel="math")
-    with FlopCounterMode(display=False) as counter:
-        attention(*inputs())
-    assert counter.get_total_flops() == 2 * 2 * 4 * 64 * 64 * 8
-
-
-@pytest.mark.parametrize(("key", "error"), [(torch.ones(3), ValueError), (None, TypeError)], ids=["shape", "type"])
-def test_errors_come_through_a_checkpoint(key: Any, error: type[Exception]) -> None:
-    query, _, value = inputs()
-    with pytest.raises(error):
-        checkpoint(region, query, key, value, use_reentrant=False, context_fn=keep_attention)

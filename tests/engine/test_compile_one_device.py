@@ -14,7 +14,6 @@ import torch._inductor.config
 from native_ranks import assert_near
 from torch import Tensor, nn
 from torch._dynamo.backends import cudagraphs
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import cudagraph_utils
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
@@ -131,11 +130,6 @@ def test_a_call_with_dropout_keeps_its_seed_on_the_cpu() -> None:
         assert all(torch.Tag.cudagraph_unsafe in operator.tags for operator in of_call)
 
 
-def test_operators_of_one_device_may_be_in_a_cuda_graph() -> None:
-    for operator in (torch.ops.ring_backends.attend_forward, torch.ops.ring_backends.attend_backward):
-        assert torch.Tag.cudagraph_unsafe not in operator.default.tags
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pattern", [([40], [1]), ([8, 40], [1, 2])], ids=["full attention", "dilated"])
 @pytest.mark.parametrize("kernel", ["auto", "math"])
@@ -157,16 +151,6 @@ def test_operators_keep_the_rules_of_torch(kernel: str, pattern: Any, dtype: tor
     assert all(x.is_contiguous() for x in (out, lse, *grads))
 
 
-@THOROUGH
-def test_another_length_is_compiled_again() -> None:
-    counter = CompileCounterWithBackend("aot_eager")
-    function = torch.compile(RingDilatedAttention(**PATTERN), fullgraph=True, backend=counter)
-    for seq_len, graphs in ((40, 1), (24, 2), (40, 2), (17, 3)):
-        inputs = tensors(seq_len)
-        assert_near(function(*inputs), reference_attention(*inputs, **PATTERN)[0])
-        assert counter.frame_count == graphs
-
-
 def test_numbers_that_torch_makes_symbols() -> None:
     """Modules with other numbers share one compiled function. After the first, torch makes symbols of numbers."""
 
@@ -178,24 +162,6 @@ def test_numbers_that_torch_makes_symbols() -> None:
         attention = RingDilatedAttention([width, 40], [1, rate], scale=scale)
         wanted, _ = reference_attention(*inputs, (width, 40), (1, rate), scale=scale)
         assert_near(function(attention, *inputs), wanted)
-
-
-def test_equal_modules_share_one_graph() -> None:
-    counter = CompileCounterWithBackend("aot_eager")
-    for attention in (RingDilatedAttention(**PATTERN), RingDilatedAttention(**PATTERN)):
-        torch.compile(attention, fullgraph=True, backend=counter)(*tensors(dtype=torch.float32))
-    assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_casts_the_call(dtype: torch.dtype) -> None:
-    attention = RingDilatedAttention(**PATTERN)
-    inputs, answers = tensors(dtype=torch.float32, requires_grad=True), []
-    for function in (attention, torch.compile(attention, fullgraph=True, backend="aot_eager")):
-        with torch.autocast("cpu", dtype=dtype):
-            out = function(*inputs)
-        answers.append([out, *torch.autograd.grad(out.float().square().sum(), inputs)])
-    assert_near(*answers, 0)
 
 
 @pytest.mark.parametrize("how", matrix_but("kept", of=("recomputed", "kept")))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
 import random
 import re
-import signal
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cache
@@ -21,18 +19,18 @@ from native_ranks import ADAPTER as NATIVE
 from native_ranks import native_ring, on_ring
 from torch import Tensor
 
-from ring_backends import DilatedPattern, Ring, RingMismatchError, RingPeerError, available_adapters
+from ring_backends import DilatedPattern, Ring, RingMismatchError, available_adapters
 from ring_backends.adapters import native
-from ring_backends.engine.cache import Run, horizon
+from ring_backends.engine.cache import horizon
 from ring_backends.engine.decoding import groups
 from ring_backends.kernels.math import MathKernel
 from ring_backends.testing.calls import expected, new_attention
-from ring_backends.testing.failing_calls import A_MOMENT, SHORT, Ended, ending
+from ring_backends.testing.failing_calls import A_MOMENT, SHORT, ending
 from ring_backends.testing.marks import MORE_CASES, THOROUGH, matrix_but
 from ring_backends.testing.reference import reference_attention, reference_counts
 from ring_backends.testing.rings import FOUR, LAYOUTS, THREE, TWO, RingSpec, new_ring
 from ring_backends.testing.strategies import AttentionCase, attention_cases
-from ring_backends.testing.world import RanksFailedError, World, on_every_rank
+from ring_backends.testing.world import World, on_every_rank
 
 
 def assert_equal(got: Any, wanted: Any, what: object = "") -> None:
@@ -101,16 +99,6 @@ def test_rings(world: World, adapter: str, spec: RingSpec, layout: str, first: i
     if reason := available_adapters()[adapter.rpartition(".")[2]]:
         pytest.skip(reason)
     world.run(on_ring, check_cases, adapter, draw_cases(first), layout=layout, rings=spec, adapter=adapter)
-
-
-@pytest.mark.parametrize("stride", [1, 2, 3, 4])
-def test_the_rows_of_a_run(stride: int) -> None:
-    run = Run(start=5, stride=stride, count=7, first=2)
-    positions = [5 + stride * k for k in range(7)]
-    for begin, end, rate in itertools.product(range(12), range(40), range(1, 7)):
-        if begin <= end:
-            wanted = [2 + k for k, u in enumerate(positions) if begin <= u < end and (u - begin) % rate == 0]
-            assert [*range(40)][run.rows(begin, end, rate)] == wanted
 
 
 PATTERN = {"segment_lengths": [6, 32], "dilation_rates": [1, 3]}
@@ -255,15 +243,6 @@ def test_rows_move_to_the_front_of_the_memory() -> None:
     assert cache.nbytes <= row_bytes(319 + 319 // 4)
 
 
-def test_a_long_step_keeps_its_memory_only_until_the_next() -> None:
-    module, cache = attending(None, WINDOWS[0])
-    module.decode(*tokens(1000), cache)
-    assert cache.num_rows == 1000
-    module.decode(*tokens(1, 1), cache)
-    assert cache.num_rows == WINDOW
-    assert cache.nbytes == row_bytes(2 * WINDOW)
-
-
 @pytest.mark.parametrize("index", range(40))
 def test_what_is_forgotten(index: int) -> None:
     """The first position that the query at t or any later one sees, from the definition; exact without dilation."""
@@ -323,20 +302,6 @@ def test_truncation_of_forgotten_tokens() -> None:
     check_step(module, cache, new, draft)
 
 
-def test_truncation_to_the_end_of_a_forgotten_segment() -> None:
-    pattern = {"segment_lengths": [12, 6], "dilation_rates": [1, 2]}
-    module, cache = attending(None, pattern)
-    sequence, new = tokens(40, 1), tokens(3, 2)
-    for token in zip(*(tensor.split(1, 1) for tensor in sequence), strict=True):
-        module.decode(*token, cache)
-    with pytest.raises(ValueError, match=r"seq_len = 25: .* before position 36, .* at least 36, or to 0"):
-        cache.truncate(25)
-    cache.truncate(24)
-    with pytest.raises(ValueError, match=r"seq_len = 20: .* before position 24, .* at least 24, or to 0"):
-        cache.truncate(20)
-    check_step(module, cache, new, first(24, sequence))
-
-
 def test_a_batch_that_is_selected_after_tokens_are_forgotten() -> None:
     pattern, order = WINDOWS[2], torch.tensor([1, 1, 0])
     module, cache = attending(None, pattern)
@@ -349,24 +314,6 @@ def test_a_batch_that_is_selected_after_tokens_are_forgotten() -> None:
         *rows, ignored = (x[:, start : start + 10] for x in (*sequence, mask))
         out = module.decode(*rows, cache, key_padding_mask=ignored)
     assert_equal(out, last_rows(sequence, 10, pattern, mask))
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        (tokens(3, batch=1), "key has batch = 1, but the cache has 2"),
-        (tokens(3, dtype=torch.float32), r"key has dtype = torch\.float32"),
-    ],
-)
-def test_a_prompt_after_truncation_fits_the_memory(prompt: list[Tensor], message: str) -> None:
-    module, cache = attending()
-    module.decode(*tokens(4), cache)
-    cache.truncate(0)
-    with pytest.raises(ValueError, match=message):
-        module.prefill(*prompt, cache)
-    assert cache.seq_len == 0
-    module.prefill(*tokens(6, 1), cache)
-    check_step(module, cache, tokens(1, 2), tokens(6, 1))
 
 
 @on_every_rank
@@ -456,21 +403,3 @@ def test_ranks_that_differ(what: str) -> None:
         cache.ring = Ring()
     ended = ending(module.decode, *tokens(2 if changed == "number" else 1, 5 if changed == "tokens" else 2), cache)
     ended.check(ValueError if changed == "cache" else RingMismatchError, DIFFERENCES[what], within=SHORT + A_MOMENT)
-
-
-def killed_here() -> Ended:
-    """Rank 1 kills itself in the midst of decoding."""
-    module, cache = after_steps(3)
-    if module.ring.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return ending(lambda: module.decode(*tokens(1, 9), cache))
-
-
-@pytest.mark.matrix(reason="waits for a timeout")
-def test_a_killed_rank() -> None:
-    with World(2) as ranks, pytest.raises(RanksFailedError) as raised:
-        ranks.run(killed_here)
-    survivor, killed = raised.value.outcomes
-    assert killed.status == "died"
-    assert survivor.status == "returned", survivor
-    survivor.value.check(RingPeerError, within=SHORT + A_MOMENT)

@@ -7,7 +7,6 @@ each key. The masks are written from the formulas of the papers, without the pac
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -163,28 +162,3 @@ def test_arguments_show_the_keys_of_transformers(name: str) -> None:
     row, (function, *arguments), first = rows()[name], TRANSFORMERS[name], torch.zeros((), dtype=torch.int64)
     mask = getattr(masks, function)(*arguments)(first, first, query, key)
     assert torch.equal(shown(row.arguments, is_causal=row.causal == "yes"), mask.long().expand(HEADS, -1, -1))
-
-
-def test_usual_values_are_those_of_transformers() -> None:
-    """The page's values equal the defaults of the configurations, except for Gemma 3, whose releases differ."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    table = PAGE.read_text(encoding="utf-8").partition("## Usual values")[2]
-    values = dict(re.findall(r"^\| \[?([^|\]]+?)(?:\]\([^)]*\))? \| ([^|]+) \|$", table, re.MULTILINE))
-    usual = {
-        "Mistral 7B v0.1": f"W = {transformers.MistralConfig().sliding_window}, in all layers",
-        "Gemma 2": f"W = {transformers.Gemma2Config().sliding_window}, in every second layer",
-        "gpt-oss": f"W = {transformers.GptOssConfig().sliding_window}, in every second layer",
-        "ModernBERT": f"S = {transformers.ModernBertConfig().sliding_window}, in two of three layers",
-        "Llama 4": f"C = {transformers.Llama4TextConfig().attention_chunk_size}, in three of four layers",
-        "Longformer": f"w = {transformers.LongformerConfig().attention_window}",
-    }
-    assert values.items() >= usual.items()
-    for config, period, full in (
-        (transformers.Gemma2Config(), 2, 1),
-        (transformers.Gemma3TextConfig(), 6, 5),
-        (transformers.GptOssConfig(), 2, 1),
-        (transformers.ModernBertConfig(), 3, 0),
-        (transformers.Llama4TextConfig(), 4, 3),
-    ):
-        is_full = [kind == "full_attention" for kind in config.layer_types]
-        assert is_full == [index % period == full for index in range(len(is_full))]
