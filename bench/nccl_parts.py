@@ -309,7 +309,7 @@ def stopped(gpu: Gpu) -> str:
     call_and_wait(ring, call)
     agreement, threads = ring.agreement, []
     assert agreement is not None
-    abort = agreement.abort
+    abort = agreement.connections.abort
 
     def noted_abort() -> None:
         threads.append(threading.current_thread().name)
@@ -322,7 +322,7 @@ def stopped(gpu: Gpu) -> str:
             time.sleep(0.1)
         ring.check()
 
-    agreement.abort = noted_abort
+    agreement.connections.abort = noted_abort
     if ring.rank == ODD_RANK:
         inject("stopped", 0, call.attention)
     ended = ending(wait_in_vain)

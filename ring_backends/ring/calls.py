@@ -48,7 +48,6 @@ class Call:
     Attributes:
         end: the deadline of the call, by ``time.monotonic``.
         timeout: the time from the beginning of the call to ``end``.
-        name: name of the call for error messages, if the configuration does not contain it.
         details: further fields that must be equal on all ranks. They are not part of the tags.
         context: fields of the ring, such as the batch of a model, that must be equal on all ranks. They are part of the
             tags.
@@ -59,7 +58,6 @@ class Call:
     direction: str
     end: float
     timeout: timedelta
-    name: str | None = None
     details: Mapping[str, object] = field(default_factory=dict)
     context: Mapping[str, object] = field(default_factory=dict)
 
@@ -78,8 +76,7 @@ class Call:
 
     @property
     def position(self) -> dict[str, object]:
-        own_name = {} if self.name is None else {"order of calls": self.name}
-        own = {"direction": self.direction, **self.configuration.fields, **own_name, **self.details}
+        own = {"direction": self.direction, **self.configuration.fields, **self.details}
         return {**own, **self.context, **own}
 
     @property

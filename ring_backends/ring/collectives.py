@@ -16,14 +16,15 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_backends.errors import RingPeerError
+from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring import transfer
+from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.calls import NOTHING, Call, Configuration, grace
 from ring_backends.ring.rendezvous import RING_GROUP_PREFIX, abort, gpu_of
 from ring_backends.ring.ring import Ring, flat_bytes
@@ -71,7 +72,7 @@ def agree(
     ring.check_connected()
     if ring.agreement is None:
         return [[float(number) for number in numbers]]
-    ring.agreement.is_expected(event_of(name, {}), values)  # without the fields, which may be others in each call
+    _is_expected(ring.agreement, event_of(name, {}), values)  # without the fields, which may be others in each call
     return _compare(ring, event_of(name, fields or {}), values, numbers, timeout)
 
 
@@ -91,7 +92,7 @@ def agree_if_new(ring: Ring, event: Configuration, values: Mapping[str, object] 
     ring.check_connected()
     if ring.agreement is None:
         return
-    if ring.agreement.is_expected(event, values):
+    if _is_expected(ring.agreement, event, values):
         ring.agreement.begin(_COMPARISON, details={**event.fields, **values})
     else:
         _compare(ring, event, values, (), None)
@@ -100,6 +101,10 @@ def agree_if_new(ring: Ring, event: Configuration, values: Mapping[str, object] 
 def event_of(name: str, fields: Mapping[str, object]) -> Configuration:
     """The call ``name`` with fields that must be equal on all ranks, as JSON-serializable values by name."""
     return Configuration({"order of calls": name, **fields})
+
+
+def _is_expected(agreement: Agreement, event: Configuration, values: Mapping[str, object]) -> bool:
+    return agreement.events.is_expected(event, {**values, **agreement.context}, agreement.num_calls)
 
 
 def _compare(
@@ -111,7 +116,7 @@ def _compare(
 ) -> list[list[float]]:
     agreement = ring.agreement
     assert agreement is not None
-    digest = float(agreement.summary(event))
+    digest = float(agreement.events.summary(event))
     # One size and one tag for all comparisons, so that ranks that compare different things still receive a row.
     row = [digest, *map(float, numbers), *[0.0] * (_NUMBERS - 1 - len(numbers))]
     mine = torch.tensor(row, dtype=torch.float64, device=_device(ring))
@@ -120,8 +125,28 @@ def _compare(
     gathered = ring.all_gather(call, mine, 0).tolist()
     _synchronize(ring, mine)
     if any(row[0] != digest for row in gathered):
-        agreement.raise_difference(fields)
+        raise_difference(agreement, fields)
     return [row[1 : 1 + len(numbers)] for row in gathered]
+
+
+def raise_difference(agreement: Agreement, fields: Mapping[str, object]) -> NoReturn:
+    """Find the fields in which the ranks differ, in this event or in the values of earlier ones.
+
+    All ranks make this call after they have found that they differ.
+
+    Raises:
+        RingMismatchError: on every rank, naming each field that differs and every rank's value.
+    """
+    earlier = Configuration(agreement.events.values())
+    # A field of the call hides one of the context with the same name, and keeps its place in the message.
+    agreement.begin(Configuration({**fields, **agreement.context, **fields}), check_again=True)
+    agreement.begin(earlier, check_again=True)
+    error = RingMismatchError(
+        "the ranks differ in a call too long ago to name it. Every rank must make the same calls in the same order "
+        "with the same arguments."
+    )
+    agreement.forget(error)
+    raise error
 
 
 def gather_texts(
@@ -211,20 +236,20 @@ def framework_collectives(
         yield
         return
     inner = None if inside is None else inside.agreement
-    agreements = [agreement for agreement in (ring.agreement, inner) if agreement is not None]
-    call = ring.agreement.begin(_COMPARISON, name=name)
-    wait = ring.agreement.waiting(call, _abort_frameworks, lambda: [agreement.progress() for agreement in agreements])
+    rings = [agreement.waits for agreement in (ring.agreement, inner) if agreement is not None]
+    call = ring.agreement.begin(_COMPARISON, details={"order of calls": name})
+    wait = ring.agreement.waiting(call, _abort_frameworks, lambda: [waits.progress for waits in rings])
     try:
         with wait as waited:
             yield
     except BaseException as error:
-        if ring.agreement.is_raised_by_all(error) or ring.agreement.has_failed:
+        if error is ring.agreement.raised_by_all or ring.agreement.has_failed:
             raise
         is_of_a_connection = isinstance(error, (dist.DistError, RingPeerError)) or "gloo" in str(error)
         if isinstance(error, RuntimeError) and (
             waited.is_ended
             or any(mark in str(error) for mark in _BROKEN_CONNECTION)
-            or (is_of_a_connection and ring.agreement.peer_has_failed())
+            or (is_of_a_connection and ring.agreement.notices.peer_has_closed())
         ):
             what = f"rank {ring.rank} waited in {name} for the collectives of the framework"
             late = dataclasses.replace(call, end=time.monotonic() + grace(call.timeout))

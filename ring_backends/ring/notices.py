@@ -26,8 +26,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.calls import Call, Configuration, grace
 from ring_backends.ring.differences import all_equal, describe_differences
+from ring_backends.ring.store import Answer, call_with_timeout
 from ring_backends.ring.stream_hops import HeaderMismatchError
-from ring_backends.ring.watchdog import Answer, call_with_timeout
 
 REFUSED = "refused"
 """The field under which a rank publishes why it refuses a call, in place of a configuration."""

@@ -26,8 +26,9 @@ from ring_backends.ring import nccl_settings
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.launcher import LOOPBACK, check_visible_gpus, complete_environment, local_world_size
 from ring_backends.ring.ring import Ring, Traffic
+from ring_backends.ring.store import call_with_timeout
 from ring_backends.ring.transfer import post_batch
-from ring_backends.ring.watchdog import WATCHDOG, call_with_timeout
+from ring_backends.ring.watchdog import WATCHDOG
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.torch_internals import internal
 
@@ -181,7 +182,7 @@ def connect(
     group.set_timeout(timeout + _NCCL_MARGIN if over_nccl else timeout)
     has_error = partial(_nccl_has_error, group) if over_nccl else lambda: False
     agreement = Agreement(store, rank, size, timeout, partial(abort, group), has_error)
-    WATCHDOG.add(agreement)
+    WATCHDOG.add(agreement.waits)
     return replace(ring, size=size, rank=rank, group=group, agreement=agreement, connected=connected)
 
 

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -191,11 +191,22 @@ class FollowedHops:
     """The unfinished hops of one ring, oldest first. The ring's thread and the watchdog's thread use it.
 
     Hops that are removed are kept until the ring's thread adds another one, which frees their tensors.
+
+    Args:
+        has_error: whether the transport knows that a hop cannot end.
+
+    Attributes:
+        are_aborted: whether this rank has closed its connections. Its hops are then over, with anything in their
+            headers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_error: Callable[[], bool] = lambda: False) -> None:
+        self.has_error = has_error
+        self.are_aborted = False
         self._hops: deque[FollowedHop] = deque()
         self._removed: list[FollowedHop] = []
+        self._failure: tuple[FollowedHop, StreamHopError] | None = None
+        self._is_closed = False
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -207,29 +218,54 @@ class FollowedHops:
             return self._hops[0] if self._hops else None
 
     def add(self, followed: FollowedHop) -> None:
+        """Follow a hop. Those of a closed ring are not followed."""
         with self._lock:
             followed.since = time.monotonic()
-            self._hops.append(followed)
+            if not self._is_closed:
+                self._hops.append(followed)
             removed, self._removed = self._removed, []
         del removed  # without the lock, for which the watchdog may wait
 
-    def clear(self) -> None:
+    def close(self) -> None:
+        """Follow no hop from now on."""
         with self._lock:
+            self._is_closed = True
             self._removed += self._hops
             self._hops.clear()
 
-    def first_failure(self) -> tuple[FollowedHop, StreamHopError] | None:
-        """Remove the hops that are over. Return the first one that failed, and why; None if none has."""
+    def take_failure(self) -> tuple[FollowedHop, StreamHopError] | None:
+        """Return what :meth:`examine` has found, and forget it."""
         with self._lock:
-            while self._hops:
-                oldest = self._hops[0]
-                if not oldest.hop.is_over():
-                    is_late = time.monotonic() - oldest.since > oldest.seconds
-                    return (oldest, StreamHopError("the hop did not end on the GPU")) if is_late else None
-                self._removed.append(self._hops.popleft())
-                if self._hops:
-                    self._hops[0].since = time.monotonic()
-                difference = oldest.hop.difference()
-                if difference is not None:
-                    return oldest, HeaderMismatchError(difference)
+            failure, self._failure = self._failure, None
+        return failure
+
+    def fail(self, followed: FollowedHop, why: str) -> None:
+        """Let a hop count as failed, unless another one has failed before or the ring is closed."""
+        with self._lock:
+            if not self._is_closed:
+                self._failure = self._failure or (followed, StreamHopError(why))
+
+    def examine(self) -> tuple[FollowedHop, StreamHopError] | None:
+        """Remove the hops that are over. Return the first one that failed, and why; None if none has."""
+        with self._lock:  # so that no thread sees a hop removed before its failure is known
+            if self._failure is None and self._hops:
+                self._failure = self._first_failure()
+            return self._failure
+
+    def _first_failure(self) -> tuple[FollowedHop, StreamHopError] | None:
+        if self.are_aborted:
+            return self._hops[0], StreamHopError("the connections of the ring were closed")
+        if self.has_error():
+            return self._hops[0], StreamHopError("NCCL reported an error")
+        while self._hops:
+            oldest = self._hops[0]
+            if not oldest.hop.is_over():
+                is_late = time.monotonic() - oldest.since > oldest.seconds
+                return (oldest, StreamHopError("the hop did not end on the GPU")) if is_late else None
+            self._removed.append(self._hops.popleft())
+            if self._hops:
+                self._hops[0].since = time.monotonic()
+            difference = oldest.hop.difference()
+            if difference is not None:
+                return oldest, HeaderMismatchError(difference)
         return None

@@ -1,4 +1,4 @@
-"""Background threads: store requests with a timeout, and a watchdog that ends waits for a peer that will not come.
+"""The waits of this rank for its peers, and a thread, the watchdog, that ends those for a peer that will not come.
 
 When the interpreter exits, no thread of this package may run in Python or in torch. A thread that
 returns from C++ while Python is being finalized ends the process with SIGABRT.
@@ -9,19 +9,17 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
-import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from ring_backends.ring.agreement import Agreement
-
-Answer = TypeVar("Answer")
+from ring_backends.ring.calls import Call, grace
+from ring_backends.ring.connections import Connections
+from ring_backends.ring.store import unanswered
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -31,94 +29,196 @@ _INTERVAL = 0.25
 _EXIT_TIMEOUT = 2.0
 """The longest delay, in seconds, of the interpreter's exit by this module."""
 
-_unanswered: dict[threading.Thread, object] = {}
-"""The threads that wait for a store, and who asked."""
 
+@dataclass(eq=False)
+class Wait:
+    """A wait of the host for a peer.
 
-def call_with_timeout(
-    seconds: float, ask: Callable[[], Answer], *, default: Answer, asker: object | None = None
-) -> Answer:
-    """Call ``ask`` in a thread and return its answer; ``default`` if it fails or takes longer than ``seconds``.
-
-    ``ask`` is a request to a store. If the process that hosts the store is gone, the request fails. If the network is
-    gone, torch may wait forever.
-
-    Args:
-        asker: who asks repeatedly. While an earlier request of the same asker is not answered, ``ask`` is not called.
+    Attributes:
+        end: ends the wait from another thread.
+        seconds: the longest time without progress.
+        progress: returns another value after this rank has made progress.
+        ends_on_refusal: whether the refusal of ``call`` by another rank ends the wait.
+        is_ended: whether ``end`` was called.
     """
-    for thread in [thread for thread in list(_unanswered) if not thread.is_alive()]:
-        _unanswered.pop(thread, None)
-    if asker is not None and any(other is asker for other in list(_unanswered.values())):
-        return default
-    answers = []
 
-    def listen() -> None:
-        with contextlib.suppress(dist.DistError):
-            answers.append(ask())
+    call: Call
+    end: Callable[[], None]
+    seconds: float
+    progress: Callable[[], object]
+    ends_on_refusal: bool = True
+    is_ended: bool = False
 
-    listener = threading.Thread(target=listen, daemon=True)
-    listener.start()
-    listener.join(seconds)
-    if listener.is_alive():
-        _unanswered[listener] = asker
-    return answers[0] if answers else default
+    def __post_init__(self) -> None:
+        self._seen = self.progress()
+        self._deadline = time.monotonic() + self.seconds
+
+    def is_late(self) -> bool:
+        seen = self.progress()
+        if seen != self._seen:
+            self._seen, self._deadline = seen, time.monotonic() + self.seconds
+        return time.monotonic() > self._deadline
+
+
+class Waits:
+    """The waits of this rank in the calls of one ring: those of its host, and those of a stream for a hop.
+
+    Attributes:
+        progress: a number that grows with each call and each wait of this rank.
+        failed_in: the call in which this rank has waited in vain.
+    """
+
+    def __init__(self, connections: Connections) -> None:
+        self.progress = 0
+        self.failed_in: Call | None = None
+        self._connections = connections
+        self._notices = connections.notices
+        self._current: Wait | None = None
+        self._ending = threading.Lock()
+        self._seen: int | None = None
+        self._seen_hop: float | None = None
+
+    @contextlib.contextmanager
+    def waiting(
+        self,
+        call: Call,
+        end: Callable[[], None] | None = None,
+        progress: Callable[[], object] | None = None,
+        *,
+        ends_on_refusal: bool = True,
+    ) -> Iterator[Wait]:
+        """Wraps a wait for a peer in ``call``, so that :meth:`end_vain_wait` can end it.
+
+        Args:
+            end: ends the wait. None closes the ring's connections, also when the wait has taken the call's timeout.
+            progress: returns another value after this rank has made progress. ``end`` is then also called when the rank
+                has made none for the call's timeout.
+            ends_on_refusal: whether the refusal of ``call`` by another rank ends the wait.
+
+        Raises:
+            RuntimeError: the wait was ended, and has raised nothing itself. NCCL's kernels end without an error.
+        """
+        has_deadline = end is None or progress is not None
+        seconds = call.timeout.total_seconds() - grace(call.timeout) if has_deadline else math.inf
+        wait = Wait(call, end or self._connections.end, seconds, progress or (lambda: None), ends_on_refusal)
+        before, self._current = self._current, wait
+        self.progress += 1
+        try:
+            yield wait
+        finally:
+            with self._ending:
+                self._current = before
+        if wait.is_ended:
+            raise RuntimeError("a wait for a peer was ended")
+
+    def place(self) -> str | None:
+        """The call in which this rank waits, or has waited in vain until its deadline; None if there is none."""
+        wait, call = self._current, self.failed_in
+        if wait is not None:
+            call = wait.call
+        elif call is None or time.monotonic() > call.end:
+            return None
+        return f"{call.position.get('order of calls', call.direction)} (call {call.number})"
+
+    def answer_from(self, place: str, *, unasked: bool = False) -> None:
+        """Tell ranks that have closed this ring that this rank waits in ``place``, a call of another ring.
+
+        Args:
+            unasked: also if no rank has closed this ring yet.
+        """
+        if self._connections.failure is None and self._current is None:
+            self._notices.answer_from(place, unasked=unasked)
+
+    def examine(self) -> bool:
+        """End waits in vain that the watchdog's last check has seen too. Return whether the host waits."""
+        self._examine_hops()
+        number = None if self._current is None else self.progress
+        if number is not None and number == self._seen:
+            self.end_vain_wait()
+        self._seen = number
+        return number is not None
+
+    def end_vain_wait(self) -> None:
+        """End the host's wait if a rank has closed the ring, refused the call or made another one, or if it is late.
+
+        Called from the watchdog's thread. The waiting thread does not use the store meanwhile.
+        """
+        wait = self._current
+        if wait is None or wait.is_ended:
+            return
+        # The host may also wait for the GPU, whose followed hops have deadlines of their own.
+        is_late = wait.is_late() and not self._connections.followed
+        latest = list(self._connections.latest)
+        if not is_late and not self._notices.peer_stopped(wait.call, latest, with_refusals=wait.ends_on_refusal):
+            return
+        with self._ending:
+            if self._current is not wait:  # it has finished meanwhile, so the connections that it used stay open
+                return
+            wait.is_ended = True
+        wait.end()
+
+    def _examine_hops(self) -> None:
+        """Close the ring, so that the stream continues, if a followed hop has failed or will not end.
+
+        The host raises the error at its next use of the ring.
+        """
+        followed = self._connections.followed
+        failure, oldest = followed.examine(), followed.oldest
+        was_seen = failure is None and oldest is not None and oldest.since == self._seen_hop
+        if oldest is not None and was_seen and self._notices.peer_stopped(oldest.call, list(self._connections.latest)):
+            followed.fail(oldest, "another rank closed the ring or refused the call")
+            failure = followed.examine()
+        self._seen_hop = None if oldest is None else oldest.since
+        if failure is not None:
+            hop, _ = failure
+            self._connections.close(hop.what, hop.call)
 
 
 class Watchdog:
-    """A thread that examines the long waits of this process. A ring's Agreement knows its wait, and can end it."""
+    """A thread that examines the long waits of this process."""
 
     def __init__(self) -> None:
-        self._rings: weakref.WeakSet[Agreement] = weakref.WeakSet()
+        self._rings: weakref.WeakSet[Waits] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._places: list[str] = []
 
-    def add(self, ring: Agreement) -> None:
-        """Watch a ring from now on."""
+    def add(self, waits: Waits) -> None:
+        """Watch the waits of a ring from now on."""
         with self._lock:
-            self._rings.add(ring)
+            self._rings.add(waits)
         if self._thread is None or not self._thread.is_alive():  # threads do not survive a fork
             self._thread = threading.Thread(target=self._run, name="ring_backends watch", daemon=True)
             self._thread.start()
 
-    def answer_from(self, failed: Agreement) -> None:
+    def answer_from(self, failed: Waits) -> None:
         """Tell the ranks of the other rings that this one has waited in a call of ``failed``."""
         with self._lock:
             others = [ring for ring in self._rings if ring is not failed]
-        place = failed.waits_in()
+        place = failed.place()
         if place is not None:
             for ring in others:
                 ring.answer_from(place, unasked=True)
 
     def _run(self) -> None:
-        seen: dict[int, int] = {}
         while not self._stopped.wait(_INTERVAL):
-            seen = self._check(seen)
+            self._check()
 
-    def _check(self, seen: dict[int, int]) -> dict[int, int]:
-        """Examine the waits that the last check has seen, and return the current waits."""
+    def _check(self) -> None:
         with self._lock:
             rings = list(self._rings)
-        waits: dict[int, int] = {}
-        places = [place for ring in rings if (place := ring.waits_in()) is not None]
+        places = [place for ring in rings if (place := ring.place()) is not None]
         for ring in rings:
             try:
-                ring.examine_stream()
-                wait = ring.wait_number()
-                if wait is None:
-                    if places and places == self._places:
-                        ring.answer_from(places[0])
-                    continue
-                waits[id(ring)] = wait
-                if wait == seen.get(id(ring)):
-                    ring.end_vain_wait()
+                is_waiting = ring.examine()
+                if not is_waiting and places and places == self._places:
+                    ring.answer_from(places[0])
             except Exception:  # such as that of a group that the user has destroyed; it would be logged at each check
                 _LOGGER.exception("the watchdog cannot examine a ring, and watches it no more")
                 with self._lock:
                     self._rings.discard(ring)
         self._places = places
-        return waits
 
     def stop(self, seconds: float) -> None:
         self._stopped.set()
@@ -133,7 +233,7 @@ def _before_exit() -> None:
     """Wait until no thread can return to the interpreter, for at most ``_EXIT_TIMEOUT`` seconds."""
     end = time.monotonic() + _EXIT_TIMEOUT
     WATCHDOG.stop(_EXIT_TIMEOUT)
-    for thread in list(_unanswered):
+    for thread in list(unanswered):
         thread.join(max(0.0, end - time.monotonic()))
     while time.monotonic() < end and _gloo_is_busy():
         time.sleep(0.001)

@@ -29,7 +29,7 @@ def shorten(*rings: Ring, seconds: float = SHORT) -> None:
     """Give the next calls of this rank a short timeout. On a busy machine, the first calls of a ring take seconds."""
     for ring in rings:
         assert ring.agreement is not None
-        ring.agreement.timeout = ring.agreement._notices.timeout = timedelta(seconds=seconds)
+        ring.agreement.timeout = ring.agreement.notices.timeout = timedelta(seconds=seconds)
 
 
 AT_ONCE = 20.0

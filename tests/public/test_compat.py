@@ -80,7 +80,7 @@ def test_modules_share_a_ring() -> None:
 def test_a_failed_ring_is_replaced() -> None:
     called("RingDilatedAttentionV2", False)
     ring = next(reversed(compat._rings.values()))
-    ring.agreement._failure = "a rank was lost"
+    ring.agreement.connections.failure = "a rank was lost"
     assert_near(called("RingDilatedAttentionV2", False), expected(False))
     assert next(reversed(compat._rings.values())) is not ring, compat._rings
 

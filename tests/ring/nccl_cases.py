@@ -90,7 +90,7 @@ def run(size: int, part: Callable[[SimulatedRing], object], seconds: float = 2.0
             results[rank] = ended
 
     for ring in rings:
-        watchdog.add(ring.agreement)
+        watchdog.add(ring.agreement.waits)
     threads = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()

@@ -21,8 +21,9 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.calls import Call, Configuration
-from ring_backends.ring.collectives import event_of
+from ring_backends.ring.collectives import event_of, raise_difference
 from ring_backends.ring.differences import describe_differences
+from ring_backends.ring.events import Events
 from ring_backends.ring.watchdog import Watchdog
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.marks import THOROUGH, matrix_but
@@ -119,13 +120,13 @@ def test_differing_lists_are_shown_by_their_differences() -> None:
 
 def test_an_event_is_expected_at_the_place_where_it_came_the_last_time() -> None:
     """A forward of two parts precedes each backward. The second step has the events of the first one."""
-    alone = Agreement(HashStore(), 0, 1, timedelta(seconds=1), lambda: None)
+    events = Events()
     parts = [event_of("forward", {"part": part}) for part in "ab"]
     backwards = [event_of("backward", {"backward calls": calls}) for calls in range(2)]
     step = [event for backward in backwards for event in (*parts, backward)] + [event_of("step", {})]
 
-    def expected(events: list[Configuration]) -> list[bool]:
-        return [alone.is_expected(event, {"lr": 1.0}) for event in events]
+    def expected(made: list[Configuration]) -> list[bool]:
+        return [events.is_expected(event, {"lr": 1.0}, 0) for event in made]
 
     assert expected(step) == [False] * 7
     assert expected(step) == [*[False] * 3, *[True] * 4]  # the first forward had no event before it
@@ -136,14 +137,14 @@ def test_an_event_is_expected_at_the_place_where_it_came_the_last_time() -> None
 def test_the_values_of_an_earlier_event_are_named() -> None:
     ranks = pair_on(HashStore())
     for rank, lr in zip(ranks, (0.5, 0.25), strict=True):
-        rank.is_expected(event_of("step", {}), {"lr": lr})
-    assert ranks[0].summary(event_of("step", {})) != ranks[1].summary(event_of("step", {}))
-    errors = run_both(*(partial(rank.raise_difference, {"order of calls": "count"}) for rank in ranks))
+        rank.events.is_expected(event_of("step", {}), {"lr": lr}, 0)
+    assert ranks[0].events.summary(event_of("step", {})) != ranks[1].events.summary(event_of("step", {}))
+    errors = run_both(*(partial(raise_difference, rank, {"order of calls": "count"}) for rank in ranks))
     for ended in errors:
         ended.check(RingMismatchError, "lr of step (call 0) (rank 0: 0.5, rank 1: 0.25)")
     for rank in ranks:
         assert not rank.has_failed
-        assert rank.summary(event_of("step", {})) == ranks[0].summary(event_of("step", {}))
+        assert rank.events.summary(event_of("step", {})) == ranks[0].events.summary(event_of("step", {}))
 
 
 def waiting_rank(rank: Agreement, seq_len: int, ended: list[int]) -> Any:
@@ -159,7 +160,7 @@ def test_a_field_of_the_call_hides_one_of_the_context() -> None:
     for rank in ranks:
         rank.context = {"input_ids": "of the last batch"}
     fields = [{"order of calls": "generate", "input_ids": prompt} for prompt in ("a", "b")]
-    calls = [partial(rank.raise_difference, own) for rank, own in zip(ranks, fields, strict=True)]
+    calls = [partial(raise_difference, rank, own) for rank, own in zip(ranks, fields, strict=True)]
     for ended in run_both(*calls):
         ended.check(RingMismatchError, "the ranks differ in input_ids (rank 0: a, rank 1: b)")
 
@@ -170,10 +171,10 @@ def test_a_long_wait_ends_if_rank_0_made_another_call() -> None:
 
     def wait() -> None:
         with waiting_rank(ranks[0], 8, ended), waiting_rank(ranks[1], 9, ended):
-            ranks[1].end_vain_wait()
+            ranks[1].waits.end_vain_wait()
             assert ended == []  # rank 0 has not waited long
-            ranks[0].end_vain_wait()
-            ranks[1].end_vain_wait()
+            ranks[0].waits.end_vain_wait()
+            ranks[1].waits.end_vain_wait()
 
     with pytest.raises(RuntimeError, match="was ended"):
         wait()
@@ -190,8 +191,8 @@ def test_a_wait_that_has_finished_is_not_ended() -> None:
         return True
 
     wait.enter_context(waiting_rank(rank, 8, ended))
-    with mock.patch.object(rank._notices, "peer_stopped", peer_stopped):
-        rank.end_vain_wait()
+    with mock.patch.object(rank.notices, "peer_stopped", peer_stopped):
+        rank.waits.end_vain_wait()
     assert ended == []
 
 
@@ -205,7 +206,7 @@ def test_lists_of_a_call_may_change_after_it() -> None:
     names[1].append("bias")
     with waiting_rank(ranks[0], 8, ended), waiting_rank(ranks[1], 8, ended):
         for rank in ranks:
-            rank.end_vain_wait()
+            rank.waits.end_vain_wait()
     assert ended == []
 
 
@@ -218,7 +219,7 @@ def test_the_refusal_of_an_earlier_call_is_named() -> None:
     ranks[1].refuse(ValueError("w = 0"))
     call = ranks[0].begin(Configuration({"seq_len": 8}))
     with pytest.raises(RuntimeError, match="was ended"), ranks[0].waiting(call, lambda: ended.append(0)):
-        ranks[0].end_vain_wait()
+        ranks[0].waits.end_vain_wait()
     assert ended == [0]
     with pytest.raises(RingMismatchError, match="rank 1 refused its arguments with ValueError: w = 0"):
         ranks[0].fail(call, "rank 0 waited", TimeoutError())
@@ -273,11 +274,10 @@ def test_progress_moves_the_deadline_of_a_wait() -> None:
 
 def test_the_watchdog_continues_after_an_error() -> None:
     """The watchdog thread continues if one of its rings raises."""
-    watch, checked = Watchdog(), threading.Event()
-    failing = mock.Mock(wait_number=lambda: 1, end_vain_wait=mock.Mock(side_effect=TypeError("on purpose")))
-    waiting = mock.Mock(wait_number=lambda: 1, end_vain_wait=checked.set)
-    for ring in (failing, waiting):
-        watch.add(ring)
+    watch, checked, watched = Watchdog(), threading.Event(), []
+    for examine in (mock.Mock(side_effect=TypeError("on purpose")), checked.set):
+        watch.add(waits := mock.Mock(examine=examine))
+        watched.append(waits)
     assert checked.wait(10)
     watch.stop(10)
 

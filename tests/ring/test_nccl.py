@@ -211,7 +211,7 @@ def test_finished_hops_are_freed_by_the_thread_of_the_ring() -> None:
         headers = Headers.of(5, [], DEVICE)
         hop = StreamHop(headers, headers.numbers)
         hops.add(FollowedHop(hop, mock.Mock(), "rank 0 waited", seconds=1))
-        assert hops.first_failure() is None
+        assert hops.examine() is None
         assert not hops
         removed.append(weakref.ref(hop))
         del hop
@@ -282,7 +282,7 @@ def test_an_error_of_nccl_ends_the_wait_at_once() -> None:
             begin(ring, seq_len)
         hop = hop_from(ring, 1 - ring.rank)
         ring.agreement.follow(begin(ring), "rank waited", hop)
-        ring.agreement.has_error = lambda: True
+        ring.agreement.connections.followed.has_error = lambda: True
         ring.communicator.abort()
         return ending(ring.synchronize)
 
@@ -391,7 +391,7 @@ def test_a_lost_store_changes_no_deadline(hangs: bool) -> None:
             return None
         hop = hop_from(ring, 0)
         ring.agreement.follow(made, "rank 1 waited", hop)
-        ring.agreement._notices.store = store = LostStore(answers)
+        ring.agreement.notices.store = store = LostStore(answers)
         with ring.agreement.waiting(made, mock.Mock()):  # collectives of a framework, for example
             assert ring.communicator.is_aborted.wait(10)
         return ending(ring.synchronize), store.num_checks
@@ -424,7 +424,7 @@ def test_hops_of_an_aborted_communicator_are_no_mismatch() -> None:
 
     def wait() -> None:
         with agreement.waiting(call):
-            agreement.end_vain_wait()
+            agreement.waits.end_vain_wait()
             nccl_stand_in.watching_stream().synchronize()
             assert hop.is_over()
             agreement.check()
@@ -439,7 +439,7 @@ def test_a_hop_that_is_posted_in_vain_is_abandoned() -> None:
     transfer = mock.Mock()
 
     def ring_pass(*_: object) -> Any:
-        agreement.end_vain_wait()
+        agreement.waits.end_vain_wait()
         return transfer
 
     hops = Hops(0, ring_pass, call, agreement, ring.traffic)

@@ -48,7 +48,7 @@ for index in range(2):  # the first hop allocates pinned memory and events
     tag = call.tag(index)
     hop(post_works(group, lambda out, into: post_batch(group, out, into, tag), {0: sent}, {0: received}, tag))
     torch.cuda.set_sync_debug_mode("default")
-    assert not index or len(agreement._followed) == 1, "the host has waited for the hop"
+    assert not index or len(agreement.connections.followed) == 1, "the host has waited for the hop"
     agreement.synchronize()
     assert torch.equal(sent, received)
 

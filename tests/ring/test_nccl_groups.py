@@ -159,7 +159,7 @@ def test_aborted_collectives_raise_even_if_they_return(
             for key, value in published.items():
                 store.set(key, value)
             for _ in range(2):
-                agreement.end_vain_wait()
+                agreement.waits.end_vain_wait()
 
     with mock.patch.object(collectives, "_abort_frameworks") as abort, pytest.raises(error, match=text):
         step()
