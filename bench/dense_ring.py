@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ring_backends.ring.ring import Ring, flat_bytes
+from ring_backends.ring.members import flat_bytes
+from ring_backends.ring.ring import Ring
 from ring_backends.ring.transfer import Transfer
 from ring_backends.schedule.pattern import DilatedPattern
 

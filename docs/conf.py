@@ -67,7 +67,8 @@ _LITERALS = "HeadMode LayoutKind Offset Padding RingOrder RingSize"  # the docst
 _SHORT = {
     *dir(builtins),
     *("Any", "Callable", "ClassVar", "Iterable", "Literal", "Mapping", "Path", "Sequence", "timedelta", "Unpack"),
-    *("Dataset", "DeviceMesh", "DistributedSampler", "ModuleType", "PathLike", "ProcessGroup", "Tensor"),
+    *("Agreement", "Dataset", "DeviceMesh", "DistributedSampler", "ModuleType", "PathLike", "ProcessGroup", "Tensor"),
+    "WeakTensorKeyDictionary",
     *_LITERALS.split(),
 }
 _INTERNAL = (

@@ -26,8 +26,9 @@ from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring import transfer
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.calls import NOTHING, Call, Configuration, grace
+from ring_backends.ring.members import flat_bytes
 from ring_backends.ring.rendezvous import RING_GROUP_PREFIX, abort, gpu_of
-from ring_backends.ring.ring import Ring, flat_bytes
+from ring_backends.ring.ring import Ring
 from ring_backends.torch_internals import internal
 
 FILE_TIMEOUT = timedelta(minutes=30)

@@ -20,7 +20,7 @@ from ring_backends.engine.call import AttentionCall, forget_calls
 from ring_backends.errors import RingPeerError
 from ring_backends.ring import collectives, transfer
 from ring_backends.ring.calls import Configuration
-from ring_backends.ring.ring import CONNECT
+from ring_backends.ring.members import CONNECT
 from ring_backends.ring.transfer import Transfer
 from ring_backends.schedule.trees import MESSAGE_COST
 from ring_backends.testing.fine_cuts import every_branch_spread
