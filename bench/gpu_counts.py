@@ -30,8 +30,6 @@ from ring_backends.schedule.rows import DilatedRows
 ATTENTION = {
     "_scaled_dot_product_flash_attention": 1,
     "_scaled_dot_product_flash_attention_backward": 3,  # rowsum(dO ∘ O); dQ, dK and dV; dQ from fp32
-    "_flash_attention_forward": 1,  # with a window
-    "_flash_attention_backward": 3,
     "_scaled_dot_product_cudnn_attention": 2,  # a fill of a counter, and the kernel
     "_scaled_dot_product_cudnn_attention_backward": 6,  # the same 4, and with grouped heads 2 sums
 }
@@ -69,10 +67,8 @@ class LaunchCounter(TorchDispatchMode):
             return result
         if name in ATTENTION:
             self.count(name, 0, ATTENTION[name])
-            if name in ("_scaled_dot_product_flash_attention_backward", "_flash_attention_backward"):
-                both = (args[0], args[4])
-                grad_out, out = (x.transpose(1, 2) for x in both) if name.startswith("_scaled") else both
-                for what, num_bytes in _around_flash_backward(grad_out, out):
+            if name == "_scaled_dot_product_flash_attention_backward":
+                for what, num_bytes in _around_flash_backward(*(x.transpose(1, 2) for x in (args[0], args[4]))):
                     self.count(what, num_bytes)
         else:
             self.count(name, _bytes_moved(func, args, kwargs, result), LAUNCHES.get(name, 1))

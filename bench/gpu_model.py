@@ -22,7 +22,6 @@ from torch import Tensor
 
 from ring_backends.engine.call import kernels_of_call
 from ring_backends.kernels import Kernel, KernelInputs
-from ring_backends.kernels.aten_cuda import AtenCudaFlashKernel
 from ring_backends.kernels.aten_cudnn import AtenCudaCudnnKernel
 from ring_backends.kernels.choice import MAX_ROWS_IN_PLACE, MAX_ROWS_OF_WINDOW
 from ring_backends.kernels.triton_dilated import TritonDilatedKernel
@@ -71,11 +70,11 @@ def model(case: Case, kernel: str) -> tuple[Row, Row]:
 
 
 def _select(name: str, inputs: KernelInputs) -> Kernel:
-    """What ``"auto"`` takes on a Hopper GPU without measurements."""
+    """What ``"auto"`` takes on a Hopper GPU."""
     rows = inputs.rows or 0
-    if inputs.is_dilated and rows <= MAX_ROWS_IN_PLACE:
-        return TritonDilatedKernel()
-    return AtenCudaFlashKernel() if inputs.has_window and rows <= MAX_ROWS_OF_WINDOW else AtenCudaCudnnKernel()
+    is_short = inputs.is_dilated and rows <= MAX_ROWS_IN_PLACE
+    is_in_window = inputs.has_window and rows <= MAX_ROWS_OF_WINDOW
+    return TritonDilatedKernel() if is_short or is_in_window else AtenCudaCudnnKernel()
 
 
 def _modelled(counter: LaunchCounter, replay: Replay, out: Tensor | None = None) -> tuple[Any, Row]:

@@ -121,8 +121,9 @@ def test_a_window_is_one_tile_for_kernels_that_take_bands() -> None:
     found = {(row["kernel"], row["pass"]): row["launches_by_operator"] for row in rows}
     assert found[gpu_model.TRITON, "forward"] == {"forward": 1}
     assert found[gpu_model.TRITON, "backward"] == {"grad_query": 1, "grad_key_value": 1}
-    assert found[gpu_model.FLASH, "forward"]["_flash_attention_forward"] == rows[0]["tiles"]
-    assert found[gpu_model.FLASH, "backward"]["_flash_attention_backward"] == 3 * rows[1]["tiles"]
+    operator = "_scaled_dot_product_flash_attention"
+    assert found[gpu_model.FLASH, "forward"][operator] == rows[0]["tiles"]
+    assert found[gpu_model.FLASH, "backward"][f"{operator}_backward"] == 3 * rows[1]["tiles"]
     # 512 rows see up to 512 keys each: two triangles of every block of 512.
     pairs = 4 * (512 * 513 // 2 + 7 * (512 * 513 // 2 + 511 * 512 // 2))
     seconds = 4 * case.head_dim * pairs / gpu_model.FORWARD_FLOPS_PER_SECOND

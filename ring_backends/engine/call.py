@@ -20,7 +20,6 @@ from torch.nn import Parameter
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.engine.validation import check_documents, check_flag, check_layout, check_sinks, check_tensors
 from ring_backends.kernels import Kernel, KernelInputs, select_kernel
-from ring_backends.kernels.choice import PROBE_VARIABLE
 from ring_backends.kernels.dropout import Dropout
 from ring_backends.kernels.score_mod import TranslatedScoreMod, captured_values, check_score_mod, identity
 from ring_backends.kernels.steps import StepKernel
@@ -35,7 +34,7 @@ from ring_backends.schedule.ring_schedule import RingSchedule
 from ring_backends.schedule.tiling import max_tile_bytes
 from ring_backends.torch_internals import untraced
 
-ENVIRONMENT = (PROBE_VARIABLE, "TRITON_INTERPRET", "TORCH_CUDNN_SDPA_AVOID_RECOMPILE")
+ENVIRONMENT = ("TRITON_INTERPRET", "TORCH_CUDNN_SDPA_AVOID_RECOMPILE")
 """The environment variables that the choice of kernels reads."""
 
 _PLAIN = {Tensor, Parameter}

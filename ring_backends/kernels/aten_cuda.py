@@ -13,9 +13,7 @@ the host would have to wait for the GPU.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import astuple
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -33,7 +31,6 @@ from ring_backends.kernels.base import (
     sum_heads,
 )
 from ring_backends.kernels.parts import MAX_ENTRIES, in_parts
-from ring_backends.schedule.bands import Band, as_slice, trimmed
 
 HALF = (torch.bfloat16, torch.float16)
 _MAX_OFFSET = 2**31
@@ -132,22 +129,11 @@ class AtenCudaPartsKernel(AtenCudaKernel):
 
 
 class AtenCudaFlashKernel(AtenCudaPartsKernel):
-    """``aten::_scaled_dot_product_flash_attention``. It supports grouped heads, but no key mask.
-
-    Tiles that are neither full nor causal go to ``aten::_flash_attention_forward``, which runs the same kernels and
-    takes a window. No GPU has run these calls yet: the tests replace the operator by a model of flash_api.cpp.
-    """
+    """``aten::_scaled_dot_product_flash_attention``. It supports grouped heads, but no key mask."""
 
     name = "aten_cuda_flash"
-    operators = (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_backward",
-        "_flash_attention_forward",
-        "_flash_attention_backward",
-    )
-    unverified = f"{AtenCudaPartsKernel.unverified}; no GPU has run it with window_lengths"
+    operators = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
     max_head_dim = 256
-    takes_bands = True
 
     def device_reasons(self, inputs: KernelInputs, capability: tuple[int, int]) -> list[str]:
         reasons = super().device_reasons(inputs, capability)
@@ -159,42 +145,6 @@ class AtenCudaFlashKernel(AtenCudaPartsKernel):
                 f"its backward supports {inputs.widest} up to 192 on compute capability {_dotted(capability)}"
             )
         return reasons
-
-    def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
-        if tile.band is None:
-            return super().forward(tile)
-        assert tile.key_mask is None
-        query, key, value = tile.tensors
-        results = []
-        for queries, keys, window in _windows(query.shape[2], key.shape[2], tile.band):
-            attend = partial(_attend_in_window, window=window, scale=tile.scale)
-            tensors = query[:, :, queries], key[:, :, keys], value[:, :, keys]
-            results.append(in_parts(attend, tensors, entries=MAX_ENTRIES))
-        out, lse = results[0] if len(results) == 1 else (torch.cat(x, 2) for x in zip(*results, strict=True))
-        return out, lse
-
-    def backward(self, tile: TileInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if tile.band is None:
-            return super().backward(tile, grad_out, out, lse)
-        assert tile.key_mask is None
-        query, key, value = tile.tensors
-        of_queries = grad_out.to(query.dtype), query, out.to(query.dtype), lse_for_backward(lse)
-        windows = _windows(query.shape[2], key.shape[2], tile.band)
-        results = []
-        for queries, keys, window in windows:
-            differentiate = partial(_differentiate_in_window, window=window, scale=tile.scale)
-            do, q, o, row_lse = (x[:, :, queries] for x in of_queries)
-            k, v = key[:, :, keys], value[:, :, keys]
-            entries, kv_heads = self._size_of_backward(q, k)
-            results.append(in_parts(differentiate, (do, q, k, v, o, row_lse), entries=entries, kv_heads=kv_heads))
-        grad_query, grad_key, grad_value = results[0]
-        if len(results) > 1:
-            grad_query = torch.cat([grad for grad, *_ in results], 2)
-            grad_key, grad_value = (torch.zeros_like(x, dtype=torch.float32) for x in (key, value))
-            for (_, keys, _), (_, of_key, of_value) in zip(windows, results, strict=True):
-                grad_key[:, :, keys] += of_key
-                grad_value[:, :, keys] += of_value
-        return grad_query, grad_key, grad_value
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
@@ -238,77 +188,6 @@ class AtenCudaFlashKernel(AtenCudaPartsKernel):
                 'head_dim; pass kernel="triton_dilated".'
             )
         return min(MAX_ENTRIES, _MAX_OFFSET // (kv_heads * per_head)), kv_heads
-
-
-def _windows(num_queries: int, num_keys: int, band: Band) -> list[tuple[slice, slice, tuple[int, int]]]:
-    """The window (left, right) of FlashAttention that is the band of a trimmed tile; −1 does not limit.
-
-    Query row i sees the keys from i + Sk − Sq − left to i + Sk − Sq + right. But FlashAttention takes a ``right`` of Sk
-    or more, and one of −1 beside a ``left``, for Sk. If there are more queries than keys, that would hide keys from the
-    first queries. The tile is then cut into the queries that see all keys, those before them and those after them.
-
-    Returns:
-        The queries and keys of each part, and its window.
-    """
-    cuts = {0, num_queries}
-    right_is_large = band.above is None or band.above >= 2 * num_keys - num_queries
-    if num_queries > num_keys + 1 and right_is_large:
-        cuts.add(0 if band.above is None else num_keys - 1 - band.above)
-        cuts.add(num_queries if band.below is None else band.below + 1)
-    windows = []
-    for start, stop in pairwise(sorted(cuts)):
-        part = trimmed(range(start, stop), range(num_keys), band)
-        assert part is not None, "the queries of a trimmed tile all see keys"
-        queries, keys, (below, above) = part.queries, part.keys, astuple(part.band or Band())
-        longer = len(keys) - len(queries)
-        window = -1 if below is None else below + longer, -1 if above is None else above - longer
-        windows.append((as_slice(queries), as_slice(keys), window))
-    return windows
-
-
-def _attend_in_window(
-    query: Tensor, key: Tensor, value: Tensor, *, window: tuple[int, int], scale: float
-) -> tuple[Tensor, ...]:
-    """Out and LSE of one part, as :meth:`AtenCudaPartsKernel.forward`."""
-    left, right = window
-    rows = (aligned(x).transpose(1, 2) for x in (query, key, value))
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *rows,
-        None,
-        None,
-        query.shape[2],
-        key.shape[2],
-        0.0,
-        False,
-        False,
-        scale=scale,
-        window_size_left=left,
-        window_size_right=right,
-    )
-    return out.transpose(1, 2), lse
-
-
-def _differentiate_in_window(*tensors: Tensor, window: tuple[int, int], scale: float) -> tuple[Tensor, ...]:
-    """The gradients of one part, as :meth:`AtenCudaPartsKernel.backward`; LSE is +inf in rows that see no key."""
-    grad_out, query, key, value, out, lse = tensors
-    left, right = window
-    unused = unused_dropout_state(query)
-    grads = torch.ops.aten._flash_attention_backward(
-        *(aligned(x).transpose(1, 2) for x in (grad_out, query, key, value, out)),
-        lse.contiguous(),
-        None,
-        None,
-        query.shape[2],
-        key.shape[2],
-        0.0,
-        False,
-        unused,
-        unused,
-        scale=scale,
-        window_size_left=left,
-        window_size_right=right,
-    )
-    return tuple(grad.transpose(1, 2) for grad in grads)
 
 
 class AtenCudaEfficientKernel(AtenCudaKernel):

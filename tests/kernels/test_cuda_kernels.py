@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 from unittest import mock
@@ -18,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_backends.kernels import Kernel, KernelInputs, TileInputs, aten_cuda, aten_cudnn, available_kernels
 from ring_backends.kernels.math import MathKernel
-from ring_backends.schedule.bands import Band, trimmed
 from ring_backends.testing.marks import THOROUGH, matrix_but, needs_gpu
 
 
@@ -36,10 +34,10 @@ class CudaOperators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.removesuffix(".default")
-        if not name.startswith(("_scaled_dot_product_", "_flash_attention_")):
+        if not name.startswith("_scaled_dot_product_"):
             return func(*args, **(kwargs or {}))
         self.calls.append(name)
-        model = getattr(self, name.removeprefix("_scaled_dot_product_").replace("_flash_", "windowed_flash_"))
+        model = getattr(self, name.removeprefix("_scaled_dot_product_"))
         return model(*args, **(kwargs or {}))
 
     def flash_attention(self, q, k, v, dropout=0.0, causal=False, debug=False, *, scale):
@@ -48,35 +46,14 @@ class CudaOperators(TorchDispatchMode):
         out, lse = tiles.dense(q.float(), k.float(), v.float(), causal_pairs(q, k, causal), scale)
         return out.to(q.dtype), lse, None, None, q.shape[2], k.shape[2], None, None, None
 
-    @staticmethod
-    def flash_gradients(do, q, k, v, out, lse, lengths, hidden, scale):
+    def flash_attention_backward(self, do, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, *_, scale):
         demand_one_width(do, q, k, v, out)
         assert q.shape[0] <= aten_cuda.MAX_ENTRIES
         assert math.prod(q.shape[:2]) * (q.shape[2] + -q.shape[2] % 128) * 64 <= aten_cuda._MAX_OFFSET
         assert lse.is_contiguous()
         assert lse.shape == q.shape[:3]
-        assert lengths == [None, None, q.shape[2], k.shape[2]]
-        return gradients(do, q, k, v, out, lse, hidden, scale)
-
-    def windowed_flash_attention_forward(self, q, k, v, *lengths_and_flags, scale, **window):
-        assert lengths_and_flags == (None, None, q.shape[1], k.shape[1], 0.0, False, False)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        demand_one_width(q, k, v)
-        assert q.shape[0] <= aten_cuda.MAX_ENTRIES
-        out, lse = tiles.dense(q.float(), k.float(), v.float(), pairs_outside(q, k, **window), scale)
-        return out.to(q.dtype).transpose(1, 2).contiguous(), lse, None, None, None
-
-    def windowed_flash_attention_backward(self, do, q, k, v, out, lse, *lengths_and_flags, scale, **window):
-        *lengths, dropout, causal, _, _ = lengths_and_flags
-        assert (dropout, causal) == (0.0, False)
-        hidden = pairs_outside(q.transpose(1, 2), k.transpose(1, 2), **window)
-        given = (x.transpose(1, 2) for x in (do, q, k, v, out))
-        grads = self.flash_gradients(*given, lse, lengths, hidden, scale)
-        return tuple(grad.transpose(1, 2) for grad in grads)
-
-    def flash_attention_backward(self, do, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, *_, scale):
-        hidden = causal_pairs(q, k, causal)
-        return self.flash_gradients(do, q, k, v, out, lse, [cum_q, cum_k, max_q, max_k], hidden, scale)
+        assert (cum_q, cum_k, max_q, max_k) == (None, None, q.shape[2], k.shape[2])
+        return gradients(do, q, k, v, out, lse, causal_pairs(q, k, causal), scale)
 
     def efficient_attention(self, q, k, v, bias, compute_lse, dropout=0.0, causal=False, *, scale):
         demand_vectors(q, k, v)
@@ -167,20 +144,6 @@ def causal_pairs(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     return hidden | torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1) if causal else hidden
 
 
-def pairs_outside(q: Tensor, k: Tensor, *, window_size_left: int, window_size_right: int) -> Tensor:
-    """Which pairs FlashAttention hides, as mha_fwd and set_params_fprop of flash_api.cpp, and mask.h, have it."""
-    seq_q, seq_k = q.shape[2], k.shape[2]
-    left, right = (-1 if size >= seq_k else size for size in (window_size_left, window_size_right))
-    hidden = causal_pairs(q, k, False)
-    if left < 0 and right < 0:
-        return hidden
-    left, right = (seq_k if size < 0 else size for size in (left, right))
-    last = torch.arange(seq_q)[:, None] + seq_k - seq_q
-    outside = (torch.arange(seq_k) < last - left) | (torch.arange(seq_k) > last + right)
-    assert not outside.all(1).any(), "a query sees no key"
-    return hidden | outside
-
-
 def cases_of(kernel: Kernel) -> st.SearchStrategy[tiles.Case]:
     """Tiles that a kernel takes on a GPU."""
     head_dims = st.integers(1, 20) if isinstance(kernel, MathKernel) else st.sampled_from([8, 16, 24])
@@ -203,23 +166,8 @@ def test_cuda_kernels_on_a_model_of_the_operators(kernel: Kernel, data: st.DataO
     ):
         aten_cudnn._lse_dims.clear()
         tiles.check(kernel, case, dtype)
-    if min(case.seq_q, case.seq_k, case.seq_older) > 1 and case.band is None:
+    if min(case.seq_q, case.seq_k, case.seq_older) > 1:
         assert len([name for name in model.calls if name.endswith("_backward")]) == 2
-
-
-def test_a_band_is_at_most_three_windows() -> None:
-    for seq_q, seq_k in itertools.product(range(1, 9), repeat=2):
-        limits = [(below, above) for below in (None, *range(seq_q)) for above in (None, *range(seq_k))]
-        for band in itertools.starmap(Band, limits):
-            if trimmed(range(seq_q), range(seq_k), band) != (range(seq_q), range(seq_k), band):
-                continue
-            seen = torch.zeros(seq_q, seq_k, dtype=torch.int64)
-            windows = aten_cuda._windows(seq_q, seq_k, band)
-            assert len(windows) <= (3 if seq_q > seq_k + 1 else 1)
-            for queries, keys, (left, right) in windows:
-                q, k = torch.empty(1, 1, seq_q, 8)[:, :, queries], torch.empty(1, 1, seq_k, 8)[:, :, keys]
-                seen[queries, keys] += ~pairs_outside(q, k, window_size_left=left, window_size_right=right)[0, 0]
-            assert seen.equal((~tiles.outside_of(band, seq_q, seq_k)).long()), (seq_q, seq_k, band)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +32,7 @@ from ring_backends.score_mods import softcap
 from ring_backends.testing.marks import THOROUGH
 
 Setup = Callable[..., None]
-"""What a fixture returns. A test calls it to set up a GPU, or measured times."""
+"""What a fixture returns. A test calls it to set up a GPU."""
 
 
 @pytest.fixture
@@ -46,7 +44,6 @@ def gpu_of(monkeypatch: pytest.MonkeyPatch) -> Setup:
     ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100")
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: flash)
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
         monkeypatch.setattr(torch.version, "hip", hip)
@@ -176,26 +173,7 @@ def test_gpus_with_latent_attention_in_cudnn(gpu_of: Setup, capability: tuple[in
     assert reasons == ([] if expected else ["head_dim must be at most 128 on this GPU"])
 
 
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Setup:
-    """A function that writes a file as ``info --probe`` does, and lets RING_BACKENDS_PROBE name it."""
-
-    def write(*times: tuple[str, int, int, float], device: str = "NVIDIA H100", **change: Any) -> None:
-        """Times are (kernel, head_dim, rows, seconds of forward and backward together)."""
-        listed = [
-            {"kernel": kernel, "dtype": "bfloat16", "head_dim": head_dim, "rows": rows, "rate": 1}
-            | {"forward_seconds": seconds / 4, "backward_seconds": seconds * 3 / 4}
-            | change
-            for kernel, head_dim, rows, seconds in times
-        ]
-        file = tmp_path / "probe.json"
-        file.write_text(json.dumps({"kernel_times": {"device": device, "times": listed}}))
-        monkeypatch.setenv("RING_BACKENDS_PROBE", str(file))
-
-    return write
-
-
-def test_dilated_rows_may_have_a_kernel_of_their_own(gpu_of: Setup, measured: Setup) -> None:
+def test_dilated_rows_may_have_a_kernel_of_their_own(gpu_of: Setup) -> None:
     def chosen(lengths: list[int], rates: list[int], ring_size: int = 1, **options: bool) -> tuple[str, str | None]:
         inputs, layout = inputs_of(**options), SequenceLayout(2**17, ring_size)
         dense, in_place = kernels_of_call("auto", inputs, DilatedPattern(lengths, rates), layout)
@@ -211,9 +189,6 @@ def test_dilated_rows_may_have_a_kernel_of_their_own(gpu_of: Setup, measured: Se
     assert chosen([2048], [1]) == ("aten_cuda_cudnn", None)
     assert chosen([8192], [4]) == ("triton_dilated", None)
     assert chosen([2048, 8192], [1, 4], has_dropout=True) == ("triton_dilated", None)
-    measured(("triton_dilated", 128, 2048, 0.002), ("aten_cuda_flash", 128, 2048, 0.001), rate=4)
-    assert chosen([2048, 8192], [1, 4]) == ("aten_cuda_cudnn", None)
-    assert explain_choice(inputs_of(is_dilated=True))[1].startswith("measured here")
     gpu_of((9, 0))
     assert chosen([2048, 8192], [1, 4]) == ("aten_cuda_cudnn", None)
 
@@ -224,91 +199,16 @@ def test_short_windows_prefer_a_kernel_that_takes_bands(gpu_of: Setup) -> None:
         return kernels_of_call("auto", inputs_of(), pattern, SequenceLayout(2**17, 1))[0].name
 
     gpu_of((9, 0), triton=None)
-    assert chosen([None], [1], [1024]) == "aten_cuda_flash"
+    assert chosen([None], [1], [1024]) == "triton_dilated"
     assert chosen([None], [1], [1025]) == "aten_cuda_cudnn"
     assert chosen([512], [1], [1024]) == "aten_cuda_cudnn"  # the window limits nothing
     assert chosen([None, 8192], [1, 1], [512, None]) == "aten_cuda_cudnn"  # most work is in the second branch
     assert chosen([None], [4], [4096]) == "triton_dilated"
     assert "1,024 rows" in explain_choice(inputs_of(rows=512, has_window=True))[1]
+    gpu_of((9, 0))
+    assert chosen([None], [1], [1024]) == "aten_cuda_cudnn"
     gpu_of((8, 0), triton=None)
-    assert "not measured" in explain_choice(inputs_of(rows=512, has_window=True))[1]
-    assert chosen([None], [1], [1024]) == "aten_cuda_flash"
-
-
-TIMES = [
-    (name, head_dim, rows, seconds)
-    for head_dim, rows, *times in (
-        (128, 256, 0.003, 0.004, 0.002),
-        (128, 8192, 0.002, 0.003, 0.004),
-        (64, 8192, 0.005, 0.004, 0.003),
-    )
-    for name, seconds in zip(("aten_cuda_flash", "aten_cuda_cudnn", "triton_dilated"), times, strict=True)
-]
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "rows", "expected"),
-    [
-        (128, None, "aten_cuda_flash"),  # the longest rows that were measured
-        (128, 8192, "aten_cuda_flash"),
-        (128, 100_000, "aten_cuda_flash"),
-        (128, 1449, "aten_cuda_flash"),  # closer to 8,192 than to 256 by ratio
-        (128, 1447, "triton_dilated"),
-        (128, 1, "triton_dilated"),
-        (64, 256, "triton_dilated"),
-        (72, None, "triton_dilated"),  # closest to 64
-        (104, None, "aten_cuda_flash"),
-    ],
-)
-def test_measured_times_decide(gpu_of: Setup, measured: Setup, head_dim: int, rows: int | None, expected: str) -> None:
-    gpu_of((9, 0), triton=None)
-    measured(*TIMES)
-    inputs = inputs_of(head_dim=head_dim, rows=rows)
-    name, why = explain_choice(inputs)
-    assert name == expected == select_kernel("auto", inputs).name
-    assert why.startswith("measured here with head_dim")
-    # A kernel that cannot run the call is not chosen, however fast it was.
-    gpu_of((9, 0), triton="Triton is not installed")
-    assert select_kernel("auto", inputs).name != "triton_dilated"
-    with pytest.raises(ValueError, match="Triton is not installed"):
-        select_kernel("triton_dilated", inputs)
-    # A measurement of other calls does not overrule what a kernel says of key masks.
-    gpu_of((9, 0), triton=None)
-    assert select_kernel("auto", replace(inputs, has_key_mask=True)).name == "triton_dilated"
-
-
-def test_measured_times_in_words(gpu_of: Setup, measured: Setup) -> None:
-    gpu_of((9, 0))
-    measured(*TIMES)
-    name, why = explain_choice(inputs_of(rows=256))
-    assert name == "aten_cuda_flash"
-    assert "head_dim 128, 256 rows: triton_dilated 2 ms, aten_cuda_flash 3 ms, aten_cuda_cudnn 4 ms" in why
-    assert "triton_dilated cannot: no Triton" in why
-
-
-def test_times_of_another_gpu_or_dtype_are_not_used(gpu_of: Setup, measured: Setup) -> None:
-    gpu_of((9, 0))
-    for change, words in (
-        ({"device": "NVIDIA A100"}, "563.*RING_BACKENDS_PROBE was measured on NVIDIA A100"),
-        ({"dtype": "float16"}, "no times in torch.bfloat16"),  # the file is read again after a change
-    ):
-        measured(*TIMES, **change)
-        name, why = explain_choice(inputs_of())
-        assert name == "aten_cuda_cudnn"
-        assert re.search(words, why), why
-
-
-@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"kernel_times": {"device": "x"}}', "rows"])
-def test_a_file_without_times_is_an_error(gpu_of: Setup, measured: Setup, tmp_path: Path, content: str | None) -> None:
-    measured(("aten_cuda_flash", 128, 0, 1.0))
-    if content is None:
-        (tmp_path / "probe.json").unlink()
-    elif content != "rows":
-        (tmp_path / "probe.json").write_text(content)
-    assert select_kernel("auto", KernelInputs(CPU, torch.float32, 64)).name == "aten_cpu_flash"  # not read
-    gpu_of((9, 0))
-    with pytest.raises(ValueError, match=r"RING_BACKENDS_PROBE = .*info --probe --json FILE.*unset"):
-        select_kernel("auto", inputs_of(head_dim=64))
+    assert chosen([None], [1], [1024]) == "triton_dilated"
 
 
 TOO_WIDE = "; aten_cuda_cudnn cannot: head_dim and value_dim must be .*128$"
