@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from ring_backends import RingSchedule, SequenceLayout
-from ring_backends.cost.tiles import TileCounts
+from ring_backends.cost.work import work_of
 from ring_backends.engine.autograd import RingExecutor, Start, attend, no_hops
 from ring_backends.engine.call import AttentionCall, check_call
 from ring_backends.engine.inputs import AttentionInputs
@@ -110,8 +110,12 @@ def busiest_rank(case: Case) -> int:
     layout = SequenceLayout(case.seq_len, case.ring_size, case.layout)  # type: ignore[arg-type]
     schedule = RingSchedule(case.pattern, layout, case.num_heads, case.kv_heads, case.causal)
     travel = schedule.travel(itemsize={"fp64": 8, "fp32": 4}.get(case.dtype, 2))
-    tiles = torch.stack(TileCounts(schedule).num_tiles(travel)).sum(0).tolist()
-    return max(range(case.ring_size), key=lambda rank: (schedule.pairs[rank], tiles[rank]))
+
+    def num_tiles(rank: int) -> int:
+        work = work_of(schedule, travel, rank)
+        return work.own_tiles + work.other_tiles + work.chained_tiles
+
+    return max(range(case.ring_size), key=lambda rank: (schedule.pairs[rank], num_tiles(rank)))
 
 
 def _start(call: AttentionCall, inputs: AttentionInputs, ring: Ring, ring_pass: RingPass) -> Start:

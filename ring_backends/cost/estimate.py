@@ -124,7 +124,6 @@ class Estimate:
                 "memory_bytes": cost.memory_bytes.tolist(),
                 "bytes_sent": _both(lambda backward: cost.sent_bytes(backward=backward).tolist()),
                 "flops": _both(lambda backward: cost.flops(backward=backward).tolist()),
-                "seconds": _both(lambda backward: cost.seconds(self.hardware, backward=backward).tolist()),
             },
             "pays": self.speedup > 1,
             "speedup": self.speedup,

@@ -20,13 +20,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 
 from ring_backends.cost.hardware import Hardware
-from ring_backends.cost.tiles import TileCounts, sum_by_rank
+from ring_backends.cost.work import RankWork, work_of
 from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.layout import SequenceLayout
 from ring_backends.schedule.limits import Limits, limits_of
@@ -107,10 +107,6 @@ class RingCost:
         schedule = RingSchedule(given.pattern, layout, given.num_heads, given.kv_heads, given.is_causal)
         return replace(self, schedule=schedule)
 
-    @cached_property
-    def tiles(self) -> TileCounts:
-        return TileCounts(self.schedule)
-
     @property
     def _statistics_itemsize(self) -> int:
         return statistics_itemsize(self.itemsize)
@@ -125,7 +121,8 @@ class RingCost:
     def tokens(self) -> Tensor:
         """Number of tokens on each rank: int64 [ring size]."""
         layout = self.schedule.layout
-        return sum_by_rank(layout.chunk_ranks(), layout.chunk_starts().diff(), self.ring_size)
+        total = torch.zeros(self.ring_size, dtype=torch.int64, device="cpu")
+        return total.index_add_(0, layout.chunk_ranks(), layout.chunk_starts().diff())
 
     @property
     def tensor_bytes(self) -> Tensor:
@@ -164,15 +161,15 @@ class RingCost:
     def tile_bytes(self) -> Tensor:
         """Bytes of the gathered rows of the largest backward tile, and of gradient sums: int64 [ring size].
 
-        The planner cuts tiles to a share of the query. For fp16 and bf16, gradients are summed in fp32. The sums of at
-        most two blocks of heads are in memory. Copies in fp32, which ``aten_cpu_flash`` makes of such a tile on some
-        CPUs, are not counted.
+        The planner cuts tiles to a share of the query. At most, a tile has all rows of a block of heads. For fp16 and
+        bf16, gradients are summed in fp32. The sums of at most two blocks of heads are in memory. Copies in fp32, which
+        ``aten_cpu_flash`` makes of such a tile on some CPUs, are not counted.
         """
         blocks, _ = self._cuts(backward=True)
         row_bytes = self.batch * self.head_dim * self.itemsize
         query_bytes = self.tokens * (self.schedule.num_heads * row_bytes)
         cut = (query_bytes * BACKWARD_TILE_SHARE).long().clamp(min=self._limits.min_tile_bytes)
-        gathered = torch.minimum(self.tiles.largest_rows * row_bytes // blocks, 8 * cut)
+        gathered = torch.minimum(self.tensor_bytes // blocks, 8 * cut)
         if self.itemsize >= 4:
             return gathered
         heads = self.schedule.num_heads + 2 * self.schedule.kv_heads
@@ -221,8 +218,21 @@ class RingCost:
 
     # Seconds
 
+    @cached_property
+    def busiest(self) -> list[int]:
+        """The ranks that may be the slowest: those with the most visible pairs, and the most rows sent or received."""
+        counts = self.schedule.pairs, self._travel(backward=True).key_rows_sent, self.schedule.rows_received
+        return sorted({int(count.argmax()) for count in counts})
+
+    @cached_property
+    def _work(self) -> Callable[[bool], list[RankWork]]:
+        """The tiles of the busiest ranks in a forward, or in a backward."""
+        return cache(
+            lambda backward: [work_of(self.schedule, self._travel(backward=backward), rank) for rank in self.busiest]
+        )
+
     def seconds(self, hardware: Hardware, *, backward: bool = False) -> Tensor:
-        """Estimated seconds of each rank: float64 [ring size]."""
+        """Estimated seconds of the busiest ranks: float64 [ranks]."""
         compute, last = self._compute_seconds(hardware, backward=backward)
         travel, (blocks, shares) = self._travel(backward=backward), self._cuts(backward=backward)
         directions = 2 if backward else 1
@@ -230,7 +240,7 @@ class RingCost:
         if not hops:
             return compute
         latencies = hops + MESSAGE_COST * travel.num_tree_messages * directions
-        moved = self._moved_bytes(backward=backward).double() / hardware.bytes_per_second
+        moved = self._moved_bytes(backward=backward)[self.busiest].double() / hardware.bytes_per_second
         communication = (moved + latencies * hardware.latency_seconds) * (moved > 0)
         last_hop = torch.zeros_like(communication)
         if backward:  # of K, V, dK and dV, the last hop carries only dK and dV, taken as half of the bytes
@@ -248,11 +258,14 @@ class RingCost:
         return self.call_seconds(hardware) + self.call_seconds(hardware, backward=True)
 
     def _compute_seconds(self, hardware: Hardware, *, backward: bool) -> tuple[Tensor, Tensor]:
-        """Seconds of all tiles, and seconds of the tiles after the last hop: float64 [ring size] each."""
-        rows = self.tiles.rows
-        own_pairs = self.tiles.own_pairs
-        other_pairs = (self.schedule.pairs - own_pairs).clamp(min=0)
-        kinds = ((self.schedule.is_causal, own_pairs, rows.own), (False, other_pairs, rows.other))
+        """Seconds of all tiles, and seconds of the tiles after the last hop: float64 [ranks] each."""
+        work = self._work(backward)
+        own_pairs, own_rows, other_rows, own_tiles, other_tiles, chained_tiles = (
+            torch.tensor([getattr(of_rank, name) for of_rank in work], dtype=torch.float64, device="cpu")
+            for name in ("own_pairs", "own_rows", "other_rows", "own_tiles", "other_tiles", "chained_tiles")
+        )
+        other_pairs = (self.schedule.pairs[self.busiest] - own_pairs).clamp(min=0)
+        kinds = ((self.schedule.is_causal, own_pairs, own_rows), (False, other_pairs, other_rows))
         seconds = []
         for causal, pairs, query_rows in kinds:
             flops_per_second, row_keys = hardware.tile_rate(backward=backward, causal=causal)
@@ -264,18 +277,21 @@ class RingCost:
         travel, (blocks, shares) = self._travel(backward=backward), self._cuts(backward=backward)
         steps = max(1, travel.num_steps)
         speed = hardware.speed_alone if self.ring_size == 1 else 1.0
-        own_tiles, around_tiles, spread_tiles = self.tiles.num_tiles(travel)
-        launches = (own_tiles + around_tiles * shares + spread_tiles) * (blocks * hardware.tile_seconds)
-        other_tiles = around_tiles + spread_tiles
-        last = torch.maximum(other / (steps * blocks * shares * speed), other_tiles * (hardware.tile_seconds / steps))
+        launches = (own_tiles + chained_tiles * shares + other_tiles) * (blocks * hardware.tile_seconds)
+        last_tiles = (chained_tiles + other_tiles) * (hardware.tile_seconds / steps)
+        last = torch.maximum(other / (steps * blocks * shares * speed), last_tiles)
         return torch.maximum((own + other + copied) / speed, launches), last
 
     def _copied_bytes(self, *, backward: bool) -> Tensor:
-        """Bytes read and written to gather rows and to merge results: float64 [ring size]."""
-        rows = self.tiles.rows
-        moves = (rows.own + rows.other) * _QUERY_MOVES[backward] + rows.own_keys * _LOCAL_KEY_MOVES[backward]
-        moves = moves + self.schedule.rows_received * _REMOTE_KEY_MOVES[backward]
-        return moves.double() * (self.batch * self.head_dim * (self._statistics_itemsize + self.itemsize) / 2)
+        """Bytes read and written to gather rows and to merge results: float64 [ranks]."""
+        moves = [
+            (work.own_rows + work.other_rows) * _QUERY_MOVES[backward]
+            + work.own_key_rows * _LOCAL_KEY_MOVES[backward]
+            + int(self.schedule.rows_received[rank]) * _REMOTE_KEY_MOVES[backward]
+            for rank, work in zip(self.busiest, self._work(backward), strict=True)
+        ]
+        row_bytes = self.batch * self.head_dim * (self._statistics_itemsize + self.itemsize) / 2
+        return torch.tensor(moves, dtype=torch.float64, device="cpu") * row_bytes
 
 
 @dataclass(frozen=True)

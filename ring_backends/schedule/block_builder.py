@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain, groupby
 
 from torch import Tensor
@@ -130,8 +131,18 @@ class BlockBuilder:
         ]
         # The first block waits until the rows on trees have arrived.
         self.kept_step = travel.num_tree_hops if first_kv_head == 0 else 0
-        self.drafts = [_Draft() for _ in range(1 + max(travel.num_steps * shares, self.kept_step))]
-        self.key_hops, self.grad_hops = ([_HopDraft() for _ in self.drafts] for _ in range(2))
+
+    @cached_property
+    def drafts(self) -> list[_Draft]:
+        return [_Draft() for _ in range(1 + max(self.travel.num_steps * self.shares, self.kept_step))]
+
+    @cached_property
+    def key_hops(self) -> list[_HopDraft]:
+        return [_HopDraft() for _ in self.drafts]
+
+    @cached_property
+    def grad_hops(self) -> list[_HopDraft]:
+        return [_HopDraft() for _ in self.drafts]
 
     def hops(self, num_steps: int) -> tuple[Iterator[Hop], Iterator[Hop]]:
         """The hops of K and V, and those of dK and dV, along the chains of this block, which has that many steps."""
@@ -217,29 +228,44 @@ class BlockBuilder:
             return False
         return -(-branch.segment_length // branch.rate) <= size.rows_of_part
 
+    def local_tiles(self, branch: BranchSchedule) -> tuple[list[Tile], list[Tile]]:
+        """The tiles with local keys, before cuts.
+
+        Returns:
+            Tiles whose queries and keys are the same whole segments or the same pieces; and those of two pieces of one
+            segment.
+        """
+        crossing = self._own_pieces(branch)
+        pieces, are_one = self._spans_of_pieces(branch, crossing)
+        spans = [*self._whole_segments(branch), *pieces]
+        own = [tile for span in spans for tile in self._tiles(branch, span, span)]
+        if are_one:
+            return own, []
+        pairs = ((x, y) for x in crossing for y in crossing if x.chunk != y.chunk and self._sees(x, y))
+        return own, [tile for query, key in pairs for tile in self._tiles(branch, query.span, key.span)]
+
+    def pieces_seen(self, branch: BranchSchedule) -> Iterator[tuple[int, int]]:
+        """For each piece of a crossing segment that this rank holds, its index and how many of other ranks it sees."""
+        parts = branch.crossing
+        passing = (parts.lo <= self.rank) & (self.rank <= parts.hi) & (parts.rank != self.rank)
+        for piece in self._own_pieces(branch):
+            seen = passing & (parts.segment_start == piece.segment_start)
+            if self.schedule.is_causal:
+                seen &= parts.chunk < piece.chunk
+            yield piece.index, int(seen.sum())
+
     def _local(self, branch: BranchSchedule, *, opens: bool) -> BranchRows:
         """Add the tiles with local keys, and return the branch's rows.
-
-        The queries and keys of a tile are the same whole segments, the same pieces, or two pieces of one segment.
 
         Args:
             opens: whether the tiles whose queries and keys are the same segments or piece are the first of their rows.
         """
         draft = self.drafts[0]
-        crossing = self._own_pieces(branch)
-        pieces, are_one = self._spans_of_pieces(branch, crossing)
-        own = [
-            replace(tile, opens_queries=opens, opens_keys=opens)
-            for span in [*self._whole_segments(branch), *pieces]
-            for tile in self._tiles(branch, span, span)
-        ]
-        draft.tiles[0].extend(own)
-        for query in crossing:
-            for key in crossing:
-                if query.chunk != key.chunk and self._sees(query, key) and not are_one:
-                    draft.tiles[0].extend(self._tiles(branch, query.span, key.span))
+        own, others = self.local_tiles(branch)
+        own = [replace(tile, opens_queries=opens, opens_keys=opens) for tile in own]
+        draft.tiles[0].extend((*own, *others))
         if self.schedule.pattern.padding == "zeros" and not self.schedule.is_causal:
-            draft.phantoms += self._phantoms(branch, crossing)
+            draft.phantoms += self._phantoms(branch, self._own_pieces(branch))
         keys = tuple(tile.keys for tile in own if isinstance(tile.keys, DilatedRows))
         return BranchRows(tuple(tile.queries for tile in own), keys)
 

@@ -1,0 +1,69 @@
+"""The tiles of one rank, read off its plan before any cut: how many, with how many rows and visible pairs.
+
+Tiles with local keys are those that the planner builds. Those with keys of other ranks are counted, since a long ring
+has very many: the queries of each piece of a segment have a tile for each other piece that they see, or one for all of
+them if the keys travel along a tree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ring_backends.schedule.block_builder import BlockBuilder
+from ring_backends.schedule.ring_schedule import RingSchedule, visible_pairs
+from ring_backends.schedule.travel import Travel
+
+
+@dataclass
+class RankWork:
+    """Rows and pairs are summed over heads.
+
+    Attributes:
+        own_tiles, own_rows, own_key_rows: number of tiles whose queries and keys are the same part of a segment, their
+            query rows, and their key rows.
+        own_pairs: the visible pairs in these tiles.
+        other_tiles, other_rows: number of the other tiles with local keys or with keys that travel along trees, and of
+            the query rows of all other tiles. A row counts once for each tile.
+        chained_tiles: number of tiles with keys that travel along chains.
+    """
+
+    own_tiles: int = 0
+    own_rows: int = 0
+    own_key_rows: int = 0
+    own_pairs: float = 0.0
+    other_tiles: int = 0
+    other_rows: int = 0
+    chained_tiles: int = 0
+
+
+def work_of(schedule: RingSchedule, travel: Travel, rank: int) -> RankWork:
+    """Count the tiles of ``rank``. Cuts multiply their number. Heads with different numbers of rows need separate ones.
+
+    Args:
+        travel: along which trees the rows of other ranks travel.
+    """
+    work, builder = RankWork(), BlockBuilder(schedule, travel, rank, 0, schedule.kv_heads)
+    for branch in schedule.branches:
+        own, others = builder.local_tiles(branch)
+        for tile in own:
+            num_rows = torch.tensor(tile.queries.rows, dtype=torch.float64, device="cpu")
+            pairs = visible_pairs(num_rows, num_rows, branch.band, is_causal=schedule.is_causal)
+            work.own_tiles += 1
+            work.own_rows += tile.queries.size
+            work.own_key_rows += tile.keys.rows * tile.queries.segments * tile.keys.num_heads
+            work.own_pairs += float(pairs) * (tile.queries.size // tile.queries.rows)
+        work.other_tiles += len(others)
+        work.other_rows += sum(tile.queries.size for tile in others)
+        for index, num_seen in builder.pieces_seen(branch):
+            rows = branch.rows_of_pieces[index]
+            num_tiles = len({*rows[rows > 0].tolist()}) * num_seen
+            if branch.band is not None and num_seen:  # the queries see only the last rows of the farthest piece
+                work.other_rows += int(((rows.clamp(max=branch.band) - rows) * branch.heads_at).sum())
+            work.other_rows += num_seen * int((rows * branch.heads_at).sum())
+            if branch.index not in travel.trees:
+                work.chained_tiles += num_tiles
+            else:
+                work.other_tiles += num_tiles if branch.band is not None or not num_seen else num_tiles // num_seen
+    return work
