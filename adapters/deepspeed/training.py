@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -24,13 +23,11 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
 from ring_backends.adapters.deepspeed.ring_pass import start_deepspeed
-from ring_backends.errors import RingMismatchError
-from ring_backends.ring.collectives import agree
 from ring_backends.ring.rendezvous import start_world_of_one
 from ring_backends.ring.ring import Ring
 from ring_backends.training.checkpoint_files import StrPath, check_folder, read_manifest, replace_folder
 from ring_backends.training.contents import Groups, reorder_state
-from ring_backends.training.reducer import backward_order, measure_divisor, probe, with_ordered_gradients
+from ring_backends.training.reducer import measure_divisor, parameters_in_backward, probe
 from ring_backends.training.state import ORDER, MakeOptimizer, TrainingState, copied
 
 
@@ -57,10 +54,6 @@ class DeepSpeedTraining(TrainingState):
         if dist.get_world_size() == 1:
             os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads the index of this process's device from it
         start_deepspeed()
-        self._usual_order: list[tuple[str, int]] | None = None
-        self._usual_arrivals: list[str] | None = None
-        self._hidden_order: int | None = None
-        self._gradient_orders_differ = False
         self._is_in_backward = False
         self._arrived: list[str] = []
         self._foreign_gradients: set[str] = set()
@@ -102,7 +95,7 @@ class DeepSpeedTraining(TrainingState):
         self._expect_micro_batch(ends_step=accumulation_steps == 1)
 
     def _describe_graph(self, loss: Tensor) -> Mapping[str, object]:
-        """Find the order in which the backward reaches the parameters.
+        """The order in which the backward reaches the parameters.
 
         ZeRO 1 to 3 put gradients into buckets in the order in which they arrive, and reduce the buckets over the ranks.
         """
@@ -119,44 +112,7 @@ class DeepSpeedTraining(TrainingState):
         if self._world.size == 1:
             return graph
         names = {id(parameter): name for name, parameter in self._parameters.items()}
-        order, is_checkpointed = [], False
-        for node, num_others in backward_order(loss):
-            is_checkpointed |= node.name() == "CheckpointFunctionBackward"  # torch's, DeepSpeed's or FairScale's
-            name = names.get(id(getattr(node, "variable", None)))
-            if name is not None:
-                order.append((name, num_others))
-        if self._zero_stage == 3:
-            return {**graph, ORDER: [name for name, _ in order]}
-        self._choose_order(order, is_checkpointed)
-        return graph
-
-    def _choose_order(self, order: list[tuple[str, int]], is_checkpointed: bool) -> None:
-        """Choose an order of gradients that is the same on all ranks, for ZeRO 1 and 2.
-
-        The ranks compare their orders until all of them use all parameters in the same order. From then on, that is the
-        usual order. A rank with another one gives its gradients in the usual order, with zeros for parameters that it
-        does not use. As long as some parameters are not used, the ranks compare their orders in each backward.
-        """
-        hashed = _hash_order(order)
-        if is_checkpointed and hashed == self._hidden_order:  # step() compares the order of all gradients
-            self._gradient_orders_differ = False
-            return
-        if self._usual_order is not None and not is_checkpointed:
-            self._gradient_orders_differ = order != self._usual_order
-            return
-        by_rank = agree(self._world, "parameters of a backward", None, [hashed, is_checkpointed])
-        self._gradient_orders_differ = any(number != by_rank[0][0] for number, _ in by_rank)
-        are_checkpointed = any(is_checkpointed for _, is_checkpointed in by_rank)
-        if self._gradient_orders_differ and are_checkpointed:
-            raise RingMismatchError(
-                "the ranks' losses depend on different parameters, or on the same parameters in a different order: "
-                "ZeRO cannot reduce their gradients with reentrant activation checkpointing; pass use_reentrant=False "
-                "to checkpoint(), or use zero_stage=0."
-            )
-        if are_checkpointed:
-            self._hidden_order = hashed
-        elif not self._gradient_orders_differ and len(order) == len(self._parameters):
-            self._usual_order = order
+        return {**graph, ORDER: parameters_in_backward(loss, names)}
 
     def _check_optimizer(self) -> None:
         # DeepSpeed has replaced the parameters in the groups, so only the number of groups can be compared.
@@ -172,17 +128,10 @@ class DeepSpeedTraining(TrainingState):
         return {ORDER: self._arrived} if self._zero_stage else {}
 
     def _backward(self, loss: Tensor) -> None:
-        if self._gradient_orders_differ:
-            loss = with_ordered_gradients(
-                loss, [self._parameters[name] for name in self._usual_arrivals or self._parameters]
-            )
-        num_arrived = len(self._arrived)
         # The loss is scaled for the whole step already. By default DeepSpeed divides it by accumulation_steps.
         self._is_in_backward = True
         self._engine.backward(loss, scale_wrt_gas=False)
         self._is_in_backward = False
-        if self._usual_order is not None and self._usual_arrivals is None:
-            self._usual_arrivals = self._arrived[num_arrived:]
 
     def _record_gradient(self, name: str, *_: object) -> None:
         if self._is_in_backward:
@@ -316,11 +265,6 @@ class DeepSpeedTraining(TrainingState):
             with deepspeed.zero.GatheredParameters([value] if isinstance(value, Tensor) else []):
                 whole[name] = copied(value)
         return whole
-
-
-def _hash_order(order: list[tuple[str, int]]) -> int:
-    """A 48-bit hash of the parameters' order. A float represents it exactly."""
-    return int.from_bytes(hashlib.blake2b(repr(order).encode(), digest_size=6).digest(), "big")
 
 
 @contextlib.contextmanager

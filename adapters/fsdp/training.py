@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, _common_utils, _runtime_utils
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.tensor import DTensor
 
@@ -422,18 +422,12 @@ class FSDP1Training(ShardedTraining):
         if not ends_step:
             self._unreduced.enter_context(cast(FullyShardedDataParallel, self.model).no_sync())
 
-    def _reduce_accumulated(self) -> None:
-        # The functions that FullyShardedDataParallel calls after each part's backward, and after the whole backward.
-        purpose = "a step before the last micro-batch with strategy='fsdp1'"
-        reduce = internal(_runtime_utils, "_post_backward_hook", purpose)
-        finish = internal(_runtime_utils, "_post_backward_final_callback", purpose)
-        for part in reversed(FullyShardedDataParallel.fsdp_modules(self.model)):
-            handle = internal(part, "_handle", purpose)
-            if handle is not None and handle.flat_param.grad is not None:
-                part.training_state = internal(_common_utils, "TrainingState", purpose).FORWARD_BACKWARD
-                handle._training_state = internal(_common_utils, "HandleTrainingState", purpose).BACKWARD_PRE
-                reduce(part, handle, handle.flat_param)
-        finish(self.model, self.model)
+    def _check_early_step(self) -> None:
+        raise RuntimeError(
+            f"step() after {self._backward_calls} of {self.accumulation_steps} backward calls: "
+            "FullyShardedDataParallel reduces gradients in the last backward of a step only; call backward() "
+            f"{self.accumulation_steps} times before step(), or use strategy='fsdp2'."
+        )
 
     def _refuse_within_a_step(self, module: nn.Module, inputs: Any) -> None:
         is_over = self._backward_calls >= self.accumulation_steps

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import heapq
-import itertools
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -69,25 +66,6 @@ def sparse_parameters(model: nn.Module) -> set[int]:
     return {id(part.weight) for part in embeddings if part.sparse}
 
 
-def backward_order(loss: Tensor) -> Iterator[tuple[Node, int]]:
-    """The nodes of the graph behind ``loss``, in the order in which autograd's engine runs them on one device.
-
-    Each node comes with the number of other nodes that are ready at that moment. The engine's order among the
-    parameters of one node depends on that number; this function yields them in the node's own order. Operations that a
-    backward recomputes, as in reentrant activation checkpointing, are not part of the graph.
-    """
-    nodes, places = nodes_behind(loss), itertools.count()
-    waits_for = Counter(following for node in nodes for following in _following(node))
-    ready = [(0, next(places), root) for root in nodes[:1]]
-    while ready:
-        node = heapq.heappop(ready)[-1]
-        yield node, len(ready)
-        for following in _following(node):
-            waits_for[following] -= 1
-            if not waits_for[following]:  # among ready nodes, the one made last runs first
-                heapq.heappush(ready, (-_sequence_number(following), next(places), following))
-
-
 def nodes_behind(loss: Tensor, outside: Collection[Node | None] = ()) -> list[Node]:
     """The nodes of the graph behind ``loss``, its own first, without those ``outside`` and what lies behind them."""
     nodes = [] if loss.grad_fn is None else [loss.grad_fn]
@@ -104,7 +82,31 @@ def _following(node: Node) -> list[Node]:
 
 
 def _sequence_number(node: Node) -> int:
+    """The engine runs nodes in descending order of these numbers, which is the reverse order of the forward.
+
+    Before a node run only nodes with higher numbers, and of the nodes that are ready, the one with the highest number
+    runs first.
+    """
     return cast(int, internal(node, "_sequence_nr", "the order of a backward")())
+
+
+def parameters_in_backward(loss: Tensor, names: Mapping[int, str]) -> list[str]:
+    """The names of the parameters behind ``loss``, in the order in which its backward gives them gradients.
+
+    The engine accumulates a gradient once the last node that contributes to it has run. Operations that a backward
+    recomputes, as in reentrant activation checkpointing, are not part of the graph.
+
+    Args:
+        names: names of parameters, by ``id``. Others are left out.
+    """
+    last: dict[str, int] = {}
+    for node in nodes_behind(loss):
+        for following in _following(node):
+            name = names.get(id(getattr(following, "variable", None)))
+            if name is not None:
+                last[name] = min(_sequence_number(node), last.get(name, _sequence_number(node)))
+    # Parameters of one node keep the order of ``names``, since the search for nodes has no fixed order.
+    return sorted((name for name in names.values() if name in last), key=lambda name: -last[name])
 
 
 def is_eager_forward() -> bool:
@@ -127,11 +129,7 @@ def mark_outputs(name: str, part: nn.Module, inputs: object, outputs: object) ->
 
 
 def modules_in_backward(loss: Tensor) -> list[str]:
-    """The names of the marked parts of a model, in the order in which the backward of ``loss`` reaches them.
-
-    That is the reverse order of the forward. A node with a higher number also has only nodes with higher numbers before
-    it, and the engine runs the ready node with the highest number first.
-    """
+    """The names of the marked parts of a model, in the order in which the backward of ``loss`` reaches them."""
     marked = ((node, cast(dict[Any, Any], node.metadata).get(_PART, ())) for node in nodes_behind(loss))
     by_number = sorted((-_sequence_number(node), names) for node, names in marked if names)
     found = (name for _, names in by_number for name in names)
@@ -203,41 +201,6 @@ def _empty_sparse_gradient(parameter: Tensor) -> Tensor:
     """A sparse gradient without entries, of the parameter's shape."""
     places = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
     return torch.sparse_coo_tensor(places, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
-
-
-def with_ordered_gradients(loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """A copy of a loss whose backward first computes all gradients, and then gives them to the parameters in order.
-
-    A parameter on which ``loss`` does not depend gets zeros. Some reducers process gradients in the order in which they
-    arrive. If that order differs between ranks, such a reducer adds up gradients of different parameters.
-    """
-    left: list[Tensor] = []
-
-    def next_gradient(grad: Tensor) -> Tensor:
-        if not left:
-            with hooks_disabled(parameters):  # the hooks run later, when these gradients are accumulated
-                found = torch.autograd.grad(loss, parameters, grad, allow_unused=True)
-            pairs = zip(reversed(found), reversed(parameters), strict=True)
-            left.extend(torch.zeros_like(x) if gradient is None else gradient for gradient, x in pairs)
-        return left.pop()
-
-    copy = loss.detach().clone()
-    for parameter in reversed(parameters):  # the node that is made last runs first
-        copy = _OneGradient.apply(copy, parameter, next_gradient)  # type: ignore[no-untyped-call]
-    return copy
-
-
-class _OneGradient(torch.autograd.Function):
-    """Gives a gradient to one parameter. The engine accumulates it before it runs the next node."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, parameter: Tensor, next_gradient: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.next_gradient = next_gradient
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], ctx.next_gradient(grads[0]), None
 
 
 class Autocast(nn.Module):

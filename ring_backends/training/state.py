@@ -80,16 +80,14 @@ PARTS_BEHIND_LOSS = "parts of the model behind the loss"
 ORDER = "parameters in the order of their gradients"
 
 _FORWARD = "forward of the model"
-_SAME_PARTS = (
-    "The framework reduces gradients in the order in which they arrive: let the losses of all ranks depend on the same "
-    "parts of the model; add 0 * output.sum() of a part that a rank does not use."
-)
 _ADVICE = {
     PART: "The framework gathers a module's parameters from all ranks when the module is called: let every rank "
     "call the same modules, on zero rows if necessary; or shard them together with the module that contains them "
     "(fsdp: leave them out of blocks=; deepspeed: zero_stage=2).",
-    PARTS_BEHIND_LOSS: _SAME_PARTS,
-    ORDER: _SAME_PARTS,
+    PARTS_BEHIND_LOSS: "The framework reduces gradients in the order in which they arrive: let the losses of all ranks "
+    "depend on the same parts of the model; add 0 * output.sum() of a part that a rank does not use.",
+    ORDER: "ZeRO reduces gradients in the order in which they arrive: let every rank use the same parameters in the "
+    "same order; add 0 * output.sum() of a part that a rank does not use; or use zero_stage=0.",
 }
 """What to do about a field that differs between the ranks."""
 
@@ -413,9 +411,12 @@ class TrainingState(ABC):
     def _check_early_step(self) -> None:  # noqa: B027 - most frameworks can reduce them
         """Refuse a step before the last micro-batch if the framework cannot reduce the gradients then."""
 
-    @abstractmethod
     def _reduce_accumulated(self) -> None:
-        """Reduce the gradients of the backward calls so far, none of which has ended a step."""
+        """Reduce the gradients of the backward calls so far, none of which has ended a step.
+
+        A subclass implements this, unless its :meth:`_check_early_step` refuses such a step.
+        """
+        raise NotImplementedError
 
     def _scale_gradients(self, factor: float) -> None:
         """Multiply the reduced gradient by ``factor``."""

@@ -40,7 +40,11 @@ WITHOUT = MappingProxyType(
 
 
 WITHOUT_ZERO = MappingProxyType(
-    {**WITHOUT, "another order of parameters": "ZeRO stores flat parts of the parameters in the optimizer's order"}
+    {
+        **WITHOUT,
+        "another order of parameters": "ZeRO stores flat parts of the parameters in the optimizer's order",
+        "parameters of some ranks": "ZeRO reduces gradients in the order in which they arrive",
+    }
 )
 
 

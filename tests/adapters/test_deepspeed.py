@@ -50,16 +50,8 @@ class TestZeRO2(TestZeRO1):
     framework_options = MappingProxyType(zero(2))
 
 
-class TestZeRO3(AllTrainingTests):
-    adapter = ADAPTER
-    without = MappingProxyType(
-        {
-            **WITHOUT_ZERO,
-            "parameters of some ranks": "ZeRO 3 gathers a module's parameters from all ranks when it is called",
-        }
-    )
+class TestZeRO3(TestZeRO1):
     framework_options = MappingProxyType(zero(3))
-    quick, more_cases = A_GRADIENT, False
 
 
 def count_hops(layout: LayoutKind, case: AttentionCase) -> tuple[int, int, int, int, int]:

@@ -53,9 +53,10 @@ class TestZeRO:
         check_stage(world, TWO, zero(stage), recipe, 1e-5)
 
     @THOROUGH
+    @pytest.mark.parametrize("stage", [1, 3])
     @on_every_rank
-    def test_ranks_that_use_different_parameters_of_a_module_are_reported(self) -> None:
-        state = parallelize_here({"zero_stage": 3}, TwoWeights())
+    def test_ranks_that_use_different_parameters_of_a_module_are_reported(self, stage: int) -> None:
+        state = parallelize_here(zero(stage), TwoWeights())
         ended = ending(lambda: state.backward(state.loss(state.model(torch.ones(4)).sum(), 1)))
         names = "(rank 0: ['weights.0'], rank 1: ['weights.1'], rank 2: ['"
         ended.check(RingMismatchError, f"parameters in the order of their gradients {names}")
@@ -78,9 +79,8 @@ class TestZeRO:
 
         ending(step).check(RingMismatchError, "layers.0")
 
-    @pytest.mark.parametrize("stage", [0, 1, 2])
-    def test_hooks_of_parameters_run_once(self, world: World, stage: int) -> None:
-        world.run(check_hooks, ADAPTER, zero(stage))
+    def test_hooks_of_parameters_run_once(self, world: World) -> None:
+        world.run(check_hooks, ADAPTER, zero(0))
 
     @pytest.mark.parametrize("stage", [1, 2])
     @on_every_rank
@@ -94,7 +94,7 @@ class TestZeRO:
             own = state.model.module["own"](x.detach(), 0, [dist.get_rank() % 2])
             state.backward(state.loss((shared + own).sum(), 2))
 
-        ending(backward).check(RingMismatchError, "use_reentrant=False")
+        ending(backward).check(RingMismatchError, "rank 0: ['own.layers.0.", "zero_stage=0")
 
     @THOROUGH
     @pytest.mark.parametrize("stage", [1, 2])

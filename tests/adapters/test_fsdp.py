@@ -59,6 +59,7 @@ class TestFSDP1(AllTrainingTests):
     without = MappingProxyType(
         {
             **COPIES,
+            "early steps": "FullyShardedDataParallel reduces gradients in the last backward of a step only",
             "fp64 clipping": "FullyShardedDataParallel computes norms in fp32 only",
             "evaluation within a step": "FullyShardedDataParallel keeps whole parameters after it; the step is lost",
         }
@@ -156,6 +157,13 @@ def test_fsdp1_evaluates_only_between_steps() -> None:
     for number in (1, 2):
         trainer.state.backward(trainer.loss(tokens, labels, 1))
         ending(evaluate).check(RuntimeError, f"after {number} backward calls")
+
+
+@on_every_rank
+def test_fsdp1_refuses_an_early_step() -> None:
+    state = parallelize({"strategy": "fsdp1", "accumulation_steps": 2}, rings=TWO)
+    state.backward(state.loss(state.model(torch.ones(1)).sum(), 1, 4))
+    ending(state.step).check(RuntimeError, "step() after 1 of 2 backward calls", "strategy='fsdp2'")
 
 
 @pytest.mark.matrix(reason="starts a process that imports the framework")

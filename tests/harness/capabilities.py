@@ -36,6 +36,7 @@ CAPABILITIES: Mapping[str, str] = {
     "automatic ring size": "initialize(ring_size='auto') chooses a ring for an attention call",
     "training": "parallelize() works with gloo on CPUs",
     "gradient accumulation": "parallelize(accumulation_steps=...) accumulates gradients over micro-batches",
+    "early steps": "step() may come before the last micro-batch of a step",
     "evaluation within a step": "the model may be called without gradients between backward() and step()",
     "mixed precision": "parallelize(mixed_precision=torch.bfloat16) computes in bf16 and updates fp32 parameters",
     "loss scaling": "parallelize(mixed_precision=torch.float16) scales the loss, and leaves out steps that overflow",

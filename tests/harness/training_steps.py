@@ -327,7 +327,7 @@ DIFFERENCES: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], None]]]
 
 @requires("training")
 class EarlyStepTests(TrainingSuite):
-    @requires("gradient accumulation")
+    @requires("gradient accumulation", "early steps")
     @every_early_step
     @pytest.mark.parametrize(
         "is_rescaled", matrix_but(True, of=(False, True)), ids=["own count", "count of a full step"]
@@ -339,7 +339,7 @@ class EarlyStepTests(TrainingSuite):
         self.check_training(pair, TWO_OF_TWO, "zigzag", recipe, 1e-6)
 
     @MORE_CASES
-    @requires("gradient accumulation")
+    @requires("gradient accumulation", "early steps")
     @every_early_step
     def test_full_steps_follow(self, pair: World, num_micro_batches: int) -> None:
         recipe = replace(EARLY, micro_batches=(num_micro_batches, 4, num_micro_batches, 4), steps=4)
@@ -347,14 +347,14 @@ class EarlyStepTests(TrainingSuite):
         self.check_training(pair, ONE_OF_TWO, "zigzag", recipe, 1e-4)
 
     @MORE_CASES
-    @requires("gradient accumulation", "gradient clipping")
+    @requires("gradient accumulation", "early steps", "gradient clipping")
     def test_the_gradient_is_rescaled_before_it_is_clipped(self, pair: World) -> None:
         for max_grad_norm in (0.01, 1e6):
             recipe = replace(EARLY, micro_batches=(1,), is_rescaled=True, max_grad_norm=max_grad_norm)
             self.check_training(pair, TWO_OF_TWO, "zigzag", recipe, 1e-5)
 
     @MORE_CASES
-    @requires("gradient accumulation", "save and load")
+    @requires("gradient accumulation", "early steps", "save and load")
     @on_every_rank
     def test_a_checkpoint_after_an_early_step(self, tmp_path: Any) -> None:
         """Two steps, of which the second is early, precede the checkpoint. Five steps follow it."""
@@ -364,7 +364,7 @@ class EarlyStepTests(TrainingSuite):
         torch.testing.assert_close(resumed, uninterrupted, rtol=0, atol=0)
 
     @MORE_CASES
-    @requires("gradient accumulation", "parameters of some ranks")
+    @requires("gradient accumulation", "early steps", "parameters of some ranks")
     @pytest.mark.parametrize(
         "evaluate",
         [False, pytest.param(True, marks=pytest.mark.requires("evaluation within a step"))],
@@ -375,7 +375,7 @@ class EarlyStepTests(TrainingSuite):
         check_experts(self.adapter, WIDTHS, EARLY_STEPS, self.framework_options, evaluates=evaluate)
 
     @core
-    @requires("gradient accumulation")
+    @requires("gradient accumulation", "early steps")
     @on_every_rank
     def test_a_count_that_cannot_apply_is_refused(self) -> None:
         """The gradient of these steps cannot be rescaled, or the count is not a number of tokens."""

@@ -184,7 +184,7 @@ every_window = pytest.mark.parametrize(
     [
         pytest.param("one micro-batch", marks=MORE_CASES),
         pytest.param("full steps", marks=needs_accumulation),
-        pytest.param("early steps", marks=[MORE_CASES, needs_accumulation]),
+        pytest.param("early steps", marks=[MORE_CASES, pytest.mark.requires("gradient accumulation", "early steps")]),
     ],
 )
 
@@ -267,7 +267,7 @@ class UnusedParameterTests(AdapterSuite):
         check_experts(self.adapter, WIDTHS, WINDOWS[name], self.framework_options)
 
     @MORE_CASES
-    @requires("gradient accumulation")
+    @requires("gradient accumulation", "early steps")
     @on_every_rank
     def test_the_program_clears_gradients_after_early_steps(self) -> None:
         check_experts(self.adapter, WIDTHS, WINDOWS["early steps"], self.framework_options, clears=True)
