@@ -1,7 +1,7 @@
 """Checks that all ranks make the same call, and distinguishes a mismatch from a lost peer.
 
 The first time a rank uses a configuration, it publishes it in the ring's store and compares it with the other ranks'
-(:mod:`ring_backends.ring.notices`).
+(:mod:`ring_backends.ring.store`).
 After that, a check costs no communication: the tag of every hop contains a hash of the call number and the
 configuration. Ranks whose calls differ then wait for each other instead of reading each other's bytes. When such a
 wait fails, every rank publishes its latest calls. The reports show which ranks made different calls and which are gone.
@@ -36,9 +36,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.calls import NOTHING, Call, Configuration, grace
 from ring_backends.ring.connections import Connections
-from ring_backends.ring.differences import describe_differences
+from ring_backends.ring.differences import describe_differences, error_of_reports
 from ring_backends.ring.events import Events
-from ring_backends.ring.notices import REFUSED, Notices, error_of_reports
+from ring_backends.ring.store import REFUSED, Notices
 from ring_backends.ring.stream_hops import FollowedHop, FollowedHops, StreamHop
 from ring_backends.ring.watchdog import WATCHDOG, Waits
 
@@ -187,8 +187,7 @@ class Agreement:
             RingMismatchError, RingPeerError: an earlier hop has failed.
         """
         if hop is not None:
-            seconds = call.timeout.total_seconds() - grace(call.timeout)
-            self.connections.followed.add(FollowedHop(hop, call, what, seconds))
+            self.connections.followed.add(FollowedHop(hop, call, what))
             self.check()
 
     def check(self) -> None:

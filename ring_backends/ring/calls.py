@@ -70,6 +70,11 @@ class Call:
         """The 31-bit tag of hop ``index``. The upper 15 bits are a hash of the call and its configuration."""
         return self._tag | (index & 0xFFFF)
 
+    @property
+    def longest_wait(self) -> float:
+        """How many seconds a wait for a peer may take from the beginning of the call."""
+        return self.timeout.total_seconds() - grace(self.timeout)
+
     def time_left(self) -> timedelta:
         """How long a wait for a peer may still take. Never zero, which some transports read as no limit."""
         return timedelta(seconds=max(0.001, self.end - grace(self.timeout) - time.monotonic()))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ring_backends.ring.calls import Call
-from ring_backends.ring.notices import Notices, Report
+from ring_backends.ring.store import Notices, Report
 from ring_backends.ring.stream_hops import FollowedHops
 
 _LONGEST_POST = 0.5

@@ -228,38 +228,30 @@ def _ranks_ignore_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reserved_port() -> Iterator[int]:
-    """Find a free port. On Linux, a bound socket reserves the port, and rank 0 can still listen on it."""
+    """Find a free port. A bound socket reserves it, and rank 0 can still listen on it."""
     with socket.socket() as bound:
-        if sys.platform == "linux":
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(("127.0.0.1", 0))
-        port = bound.getsockname()[1]
-        if sys.platform != "linux":
-            bound.close()
-        yield port
+        yield bound.getsockname()[1]
 
 
 def num_cores() -> int:
     """The number of cores that this process may use; taskset, a container or a batch system may withhold some."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def _shared_environment(num_ranks: int, port: int) -> dict[str, str]:
     threads = max(1, num_cores() // num_ranks)
     warning_filters = [os.environ.get("PYTHONWARNINGS", ""), f"ignore:{_NUMPY_WARNING}"]
-    shared = {
+    return {
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "PYTHONWARNINGS": ",".join(filter(None, warning_filters)),
     }
-    interfaces = {name for _, name in socket.if_nameindex()}
-    loopback = next((name for name in ("lo", "lo0") if name in interfaces), None)
-    if loopback and "GLOO_SOCKET_IFNAME" not in os.environ:
-        shared["GLOO_SOCKET_IFNAME"] = loopback
-    return shared
 
 
 @contextlib.contextmanager

@@ -176,14 +176,13 @@ class FollowedHop:
     """A hop that is followed, with its call and the text for an error.
 
     Attributes:
-        seconds: how long it may be the oldest unfinished hop of its ring. A hop cannot end before the one before it.
-        since: when it became the oldest, by ``time.monotonic``.
+        since: when it became the oldest unfinished hop of its ring, by ``time.monotonic``. It may remain so for the
+            longest wait of its call. A hop cannot end before the one before it.
     """
 
     hop: StreamHop
     call: Call
     what: str
-    seconds: float
     since: float = 0.0
 
 
@@ -260,7 +259,7 @@ class FollowedHops:
         while self._hops:
             oldest = self._hops[0]
             if not oldest.hop.is_over():
-                is_late = time.monotonic() - oldest.since > oldest.seconds
+                is_late = time.monotonic() - oldest.since > oldest.call.longest_wait
                 return (oldest, StreamHopError("the hop did not end on the GPU")) if is_late else None
             self._removed.append(self._hops.popleft())
             if self._hops:

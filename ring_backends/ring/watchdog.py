@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import math
 import threading
 import time
 import weakref
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ring_backends.ring.calls import Call, grace
+from ring_backends.ring.calls import Call
 from ring_backends.ring.connections import Connections
 from ring_backends.ring.store import unanswered
 
@@ -36,7 +35,6 @@ class Wait:
 
     Attributes:
         end: ends the wait from another thread.
-        seconds: the longest time without progress.
         progress: returns another value after this rank has made progress.
         ends_on_refusal: whether the refusal of ``call`` by another rank ends the wait.
         is_ended: whether ``end`` was called.
@@ -44,20 +42,19 @@ class Wait:
 
     call: Call
     end: Callable[[], None]
-    seconds: float
     progress: Callable[[], object]
     ends_on_refusal: bool = True
     is_ended: bool = False
 
     def __post_init__(self) -> None:
         self._seen = self.progress()
-        self._deadline = time.monotonic() + self.seconds
+        self._since = time.monotonic()
 
     def is_late(self) -> bool:
         seen = self.progress()
         if seen != self._seen:
-            self._seen, self._deadline = seen, time.monotonic() + self.seconds
-        return time.monotonic() > self._deadline
+            self._seen, self._since = seen, time.monotonic()
+        return time.monotonic() - self._since > self.call.longest_wait
 
 
 class Waits:
@@ -90,17 +87,14 @@ class Waits:
         """Wraps a wait for a peer in ``call``, so that :meth:`end_vain_wait` can end it.
 
         Args:
-            end: ends the wait. None closes the ring's connections, also when the wait has taken the call's timeout.
-            progress: returns another value after this rank has made progress. ``end`` is then also called when the rank
-                has made none for the call's timeout.
+            end: ends the wait, also when it has taken the call's timeout. None closes the ring's connections.
+            progress: returns another value after this rank has made progress, from which the timeout counts again.
             ends_on_refusal: whether the refusal of ``call`` by another rank ends the wait.
 
         Raises:
             RuntimeError: the wait was ended, and has raised nothing itself. NCCL's kernels end without an error.
         """
-        has_deadline = end is None or progress is not None
-        seconds = call.timeout.total_seconds() - grace(call.timeout) if has_deadline else math.inf
-        wait = Wait(call, end or self._connections.end, seconds, progress or (lambda: None), ends_on_refusal)
+        wait = Wait(call, end or self._connections.end, progress or (lambda: None), ends_on_refusal)
         before, self._current = self._current, wait
         self.progress += 1
         try:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ring_backends.errors import RingMismatchError, RingPeerError
-from ring_backends.ring.notices import Notices
 from ring_backends.ring.ring import Ring
+from ring_backends.ring.store import Notices
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import A_MOMENT, AT_ONCE, ODD_RANK, SHORT, ending, shorten
 from ring_backends.testing.marks import MORE_CASES, THOROUGH, once_but

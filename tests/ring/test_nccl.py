@@ -29,8 +29,8 @@ from ring_backends.engine.wire_buffers import RowFormat
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.calls import Call, Configuration
-from ring_backends.ring.notices import REFUSED, publish_configuration
 from ring_backends.ring.ring import Ring
+from ring_backends.ring.store import REFUSED, publish_configuration
 from ring_backends.ring.stream_hops import FollowedHop, FollowedHops, Headers, StreamHop
 from ring_backends.ring.transfer import WorkTransfer
 from ring_backends.schedule.rank_plan import Hop
@@ -210,7 +210,7 @@ def test_finished_hops_are_freed_by_the_thread_of_the_ring() -> None:
     for _ in range(2):
         headers = Headers.of(5, [], DEVICE)
         hop = StreamHop(headers, headers.numbers)
-        hops.add(FollowedHop(hop, mock.Mock(), "rank 0 waited", seconds=1))
+        hops.add(FollowedHop(hop, mock.Mock(), "rank 0 waited"))
         assert hops.examine() is None
         assert not hops
         removed.append(weakref.ref(hop))
@@ -392,7 +392,7 @@ def test_a_lost_store_changes_no_deadline(hangs: bool) -> None:
         hop = hop_from(ring, 0)
         ring.agreement.follow(made, "rank 1 waited", hop)
         ring.agreement.notices.store = store = LostStore(answers)
-        with ring.agreement.waiting(made, mock.Mock()):  # collectives of a framework, for example
+        with ring.agreement.waiting(made, mock.Mock(), time.monotonic):  # collectives of a framework, for example
             assert ring.communicator.is_aborted.wait(10)
         return ending(ring.synchronize), store.num_checks
 

@@ -20,7 +20,7 @@ from ring_backends.adapters import native
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring import collectives, rendezvous
 from ring_backends.ring.agreement import Agreement
-from ring_backends.ring.notices import REFUSED, publish_configuration
+from ring_backends.ring.store import REFUSED, publish_configuration
 from ring_backends.testing.world import on_every_rank
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -16,7 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.calls import Call, Configuration
-from ring_backends.ring.notices import Notices, publish_configuration
+from ring_backends.ring.store import Notices, publish_configuration
 from ring_backends.testing.failing_calls import Ended, ending
 
 SIZES = 8, 64
