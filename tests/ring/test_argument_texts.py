@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -34,15 +32,6 @@ def cyclic(value: Any) -> list[Any]:
     return items
 
 
-def linked(value: Any) -> Any:
-    """An automaton of 20 states, from each of which every other one can be reached."""
-    states = [SimpleNamespace(index=index) for index in range(20)]
-    for state in states:
-        state.next = dict(enumerate(states))
-    states[-1].value = value
-    return states[0]
-
-
 def nested(value: Any) -> Any:
     for _ in range(5000):
         value = [value]
@@ -55,54 +44,27 @@ class Slots:
     def __init__(self, value: Any) -> None:
         self.value = value
 
-    def method(self) -> None:
-        pass
-
-
-class Named(list[Any]):
-    pass
-
 
 @dataclass
 class Record:
     value: Any
 
 
-@dataclass
-class Convertible:
-    value: Any
-
-    def to_dict(self, keys: Any) -> dict[Any, Any]:
-        return dict.fromkeys(keys, self.value)
-
-
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "itself": lambda value: value,
     "list": lambda value: [1, [value]],
-    "tuple": lambda value: (object, value),
     "dict": lambda value: {"a": {3: value}},
     "tensor": lambda value: [long_tensor(value)],
-    "complex tensor": lambda value: [torch.tensor([1j * value], dtype=torch.complex128).conj()],
-    "sparse tensor": lambda value: [torch.eye(2 + value).to_sparse()],
     "long list": lambda value: [*range(5000), value, 0],
     "set": lambda value: {value, 17, "text"},
     "object": lambda value: SimpleNamespace(inner=SimpleNamespace(value=value)),
-    "dataclass": Record,
     "slots": Slots,
-    "method": lambda value: Slots(value).method,
-    "subclass": lambda value: Named([Record(value)]),
-    "deque": lambda value: deque([Record(value)]),
-    "ordered": lambda value: OrderedDict(key=Record(value)),
     "function": reads,
-    "nested function": lambda value: reads(reads([value])),
     "partial": lambda value: partial(reads(0), factor=value),
     "cycle": cyclic,
-    "linked": linked,
     "nested": nested,
     "key": lambda value: {Slots(value): 0, Slots(0): 0},
     "pattern": lambda value: re.compile(f"a{value}"),
-    "convertible": Convertible,
-    "date": lambda value: date(2000 + value, 1, 1),
 }
 
 

@@ -145,17 +145,6 @@ def test_slurm(slurm, tmp_path, script, changes):
     check_ring_output(job.wait(240))
 
 
-def test_slurm_without_srun(slurm, tmp_path):
-    """A batch script for two tasks that starts the program once."""
-    script = changed(code("clusters.md", "ring.sbatch"), *ONE_NODE, ("srun python", "python"))
-    script = changed(script, ("--ntasks-per-node=4", "--ntasks-per-node=2"))
-    (tmp_path / "ring.py").touch()
-    job = Job(slurm, tmp_path, script)
-    (tmp_path / "ring.py").write_text("from ring_backends.adapters import native\nnative.initialize(ring_size=2)\n")
-    with pytest.raises(AssertionError, match=r"FAILED[\s\S]*ring_size = 2: must divide the 1 ranks"):
-        job.wait(240)
-
-
 def rank_processes(slurm: SlurmCluster, rank: int) -> list[int]:
     """The processes of a task that srun has started in this cluster."""
     wanted = {f"SLURM_CONF={slurm.environment['SLURM_CONF']}", f"SLURM_PROCID={rank}", "SLURM_STEP_NUM_TASKS=2"}

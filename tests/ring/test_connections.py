@@ -150,15 +150,6 @@ def test_a_step_of_decoding_connects_its_ranks_at_once(size: int) -> None:
 
 
 @pytest.mark.usefixtures("over_nccl")
-def test_a_forward_connects_no_ranks_for_gradients() -> None:
-    """Around a contiguous ring, only gradients may go back."""
-    forward = run(4, lambda ring: attention(ring, backward=False))
-    both = run(4, attention)
-    assert all(ring.connections() == [ring.messages()] for ring in (*forward, *both))
-    check_ends(forward)
-
-
-@pytest.mark.usefixtures("over_nccl")
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("seq_len", [3, 26])
 def test_unshard_and_pool_connect_neighbours_only(seq_len: int, layout: Any) -> None:

@@ -103,18 +103,6 @@ def test_a_task_of_srun_gets_the_variables_of_torchrun():
     assert completed() == {}
 
 
-def test_a_step_on_one_node_uses_the_loopback_interface():
-    os.environ.update(SRUN)
-    one_node = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "gpu11", "SLURM_STEP_TASKS_PER_NODE": "5"}
-    found = completed(**one_node, SLURM_NODEID="0")
-    assert (found["MASTER_ADDR"], found["LOCAL_WORLD_SIZE"]) == ("127.0.0.1", "5")
-
-
-def test_variables_that_are_set_keep_their_values():
-    found = completed(**SRUN, MASTER_ADDR="10.0.0.1", MASTER_PORT="29500", WORLD_SIZE="5")
-    assert found == {"RANK": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-
-
 @pytest.mark.parametrize("outer", [SRUN, MPIRUN, HYDRA, {"PMIX_RANK": "1"}])
 def test_torchrun_within_another_launcher_keeps_its_variables(outer):
     torchrun = {"RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "gpu07", "MASTER_PORT": "1234", "LOCAL_RANK": "1"}
@@ -195,21 +183,6 @@ def test_a_process_alone(variables):
 )
 def test_the_first_node_of_a_list(nodes, first):
     assert completed(**SRUN | {"SLURM_STEP_NODELIST": nodes})["MASTER_ADDR"] == first
-
-
-@pytest.mark.parametrize(("node", "tasks"), [(0, "2"), (1, "2"), (2, "1")])
-def test_tasks_of_a_node(node, tasks):
-    assert completed(**SRUN | {"SLURM_NODEID": str(node)})["LOCAL_WORLD_SIZE"] == tasks
-
-
-def test_steps_at_the_same_time_have_different_ports():
-    ports = set()
-    for job in range(5_000_000, 5_000_010):
-        for step in range(10):
-            with mock.patch.dict(os.environ):
-                ports.add(completed(**SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})["MASTER_PORT"])
-    assert len(ports) == 100
-    assert all(15000 <= int(port) < 30000 for port in ports)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pwd
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,37 +41,12 @@ def host_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: True)
 
 
-def test_launches_are_ordered_for_the_rest_of_the_process() -> None:
-    nccl_settings.order_launches()
-    assert os.environ[LAUNCH_ORDER.name] == "1"
-
-
-def test_a_choice_in_the_environment_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LAUNCH_ORDER.name, "0")
-    nccl_settings.order_launches()
-    assert LAUNCH_ORDER.in_force() == ("0", "environment")
-
-
 def test_a_choice_in_a_file_of_nccl_stays(file: Path) -> None:
     """NCCL prefers the environment to its files, so the package must not set the variable."""
     file.write_text(f"#{LAUNCH_ORDER.name}=1\nNCCL_DEBUG=INFO\n{LAUNCH_ORDER.name}=0\n")
     nccl_settings.order_launches()
     assert LAUNCH_ORDER.name not in os.environ
     assert LAUNCH_ORDER.in_force() == ("0", str(file))
-
-
-def test_a_user_without_a_home_has_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container whose user number is unknown."""
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.delenv("NCCL_CONF_FILE", raising=False)
-    with mock.patch.object(pwd, "getpwuid", side_effect=KeyError):
-        assert nccl_settings.DUMP.in_force() == ("0", nccl_settings.OURS)
-        assert LAUNCH_ORDER.in_force()[0] == LAUNCH_ORDER.ours
-
-
-def test_torch_does_not_read_the_files_of_nccl(file: Path) -> None:
-    file.write_text(f"{nccl_settings.DUMP.name}=1\n")
-    assert nccl_settings.DUMP.in_force() == ("0", nccl_settings.OURS)
 
 
 @pytest.mark.parametrize(
@@ -95,14 +69,6 @@ def test_detail_is_refused_where_torch_cannot_abort(release: str, level: Any, is
         rendezvous._new_group((0, 1), store, "ring", rendezvous.START_TIMEOUT)
     if is_refused:
         assert "TORCH_DISTRIBUTED_DEBUG = 'DETAIL': with it, torch 2.11.0 wraps" in str(caught.value)
-
-
-def test_info_without_nccl(capsys: pytest.CaptureFixture[str]) -> None:
-    with mock.patch.object(dist, "is_nccl_available", return_value=False):
-        found = nccl_settings.describe()
-    info._show_nccl(found)
-    assert found == {"release": None}
-    assert "this build of torch has none" in capsys.readouterr().out
 
 
 def test_info_with_gpus(host_with_gpus: None, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -96,14 +96,6 @@ def test_different_calls_are_reported() -> None:
 
 
 @on_every_rank
-def test_a_conjugated_view_is_unsharded() -> None:
-    ring = native_ring(rings=FOUR)
-    rows = torch.complex(torch.full((1, 2), float(ring.rank)), torch.ones(1, 2))
-    whole = ring.unshard(rows.conj()).tolist()
-    assert whole == [[complex(rank, -1) for rank in range(4) for _ in range(2)]], whole
-
-
-@on_every_rank
 def test_bad_arguments_are_refused_by_name() -> None:
     ring = native_ring(rings=FOUR)
     rows = ring.shard(torch.zeros(2, 8, 3))

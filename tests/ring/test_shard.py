@@ -28,15 +28,6 @@ def test_a_shard_is_not_sharded_again(ring: Ring, dim: int) -> None:
         ring.with_layout("zigzag").shard(local, dim)
 
 
-def test_inputs_of_a_model_are_not_sharded_twice(ring: Ring) -> None:
-    pytest.importorskip("transformers")
-    from ring_backends.integrations.transformers import shard_inputs
-
-    local = ring.shard(torch.ones(1, 8, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"input_ids is \[1, 4\]: .* already"):
-        shard_inputs(ring=ring, input_ids=local)
-
-
 def test_what_may_be_sharded_again(ring: Ring) -> None:
     whole = torch.nn.Parameter(torch.randn(1, 8, 8))
     local = ring.shard(whole)
@@ -65,9 +56,3 @@ def test_a_shard_is_remembered_only_while_it_lives(ring: Ring) -> None:
     gc.collect()
     assert gone() is None
     assert len(ring.parts) == 0
-
-
-def test_compiled_calls_shard_too(ring: Ring) -> None:
-    whole = torch.randn(1, 8, 3)
-    compiled = torch.compile(lambda x: ring.shard(x) * 2, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(whole), ring.shard(whole) * 2)

@@ -60,19 +60,6 @@ def test_a_comparison_costs_the_same_on_every_ring() -> None:
         assert [client.requests for client in clients] == [COMPARISON] * size
 
 
-def test_earlier_keys_are_deleted_at_the_same_cost_on_every_ring() -> None:
-    """The rank that has made a counter deletes it, so a rank deletes at most three keys per comparison."""
-    num_calls = 4
-    for size in SIZES:
-        calls = [Configuration({"seq_len": length}) for length in range(num_calls)]
-        ended, clients = run(size, lambda rank, calls=calls: [rank.begin(call) for call in calls])
-        assert {end.error for end in ended} == {"no error"}
-        deleted = [client.requests.pop("delete_key") for client in clients]
-        assert num_calls - 1 <= min(deleted) <= max(deleted) <= 3 * (num_calls - 1)
-        assert sum(deleted) == (num_calls - 1) * (size + 2)
-        assert [client.requests for client in clients] == [Counter({"set": 4, "add": 8})] * size
-
-
 @pytest.mark.parametrize("refuses", [False, True], ids=["another configuration", "a refusal"])
 def test_a_difference_costs_one_request_more(refuses: bool) -> None:
     def call(rank: Agreement) -> None:
