@@ -96,14 +96,6 @@ def test_comms_logger_counts_the_hops_of_the_schedule(world: World, layout: Layo
     assert sum(size for _, size, *_ in counted) == 2 * sum(sent for *_, sent in counted)
 
 
-def test_comms_logger_counts_one_message_per_hop_of_full_attention(world: World) -> None:
-    """K and V take three hops in forward and three in backward. dK and dV take three."""
-    case = replace(HOPS, segment_lengths=(48,), dilation_rates=(1,))
-    for hops, size, _, messages, sent in world.run(count_hops, "contiguous", case):
-        assert hops == messages == 3 + 3 + 3
-        assert size == 2 * sent
-
-
 @on_every_rank
 def test_start_compiles_no_extension() -> None:
     """DeepSpeed's table of operators stays as it is."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -85,12 +84,6 @@ class TestMpu:
     def test_the_reducer_divides_by_data_or_by_all_ranks(self, stage: int, divisor: float) -> None:
         torch.testing.assert_close(parallelize_here(zero(stage, mpu=mpu_here())).divisor, divisor)
 
-    @MORE_CASES
-    def test_zero_3_reduces_over_all_ranks_of_a_mesh(self, world: World) -> None:
-        """ZeRO 3 is therefore accepted with a mesh. The other stages would let replicas drift apart."""
-        check_stage(world, TWO, zero(3, mesh_param=(2, 2)), Recipe(dtype=torch.float32, steps=3, rate=0.02), 1e-4)
-        world.run(forget_groups)
-
     @on_every_rank
     def test_invalid_groups_are_refused(self) -> None:
         mpu, initialize = mpu_here(), backend.initialize
@@ -100,26 +93,3 @@ class TestMpu:
         fixes = ": mpu already fixes"
         ending(initialize, mpu=mpu, ring_order="topology").check(ValueError, f"ring_order = 'topology'{fixes}")
         ending(initialize, "auto", mpu=mpu, **NEEDS).check(ValueError, f"ring_size = 'auto'{fixes}")
-
-
-class LazyMpu:
-    """An mpu that creates its group on request. This needs a started world."""
-
-    def get_sequence_parallel_group(self) -> dist.ProcessGroup:
-        assert dist.is_initialized()
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
-
-
-def test_the_world_is_started_before_an_mpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(timeout: timedelta) -> int:
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        return 1
-
-    monkeypatch.setattr(backend, "start_world", start)
-    monkeypatch.setattr(backend, "start_deepspeed", lambda: None)
-    try:
-        assert backend.initialize(mpu=LazyMpu()).size == 1
-    finally:
-        dist.destroy_process_group()

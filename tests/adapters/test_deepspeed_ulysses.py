@@ -22,7 +22,7 @@ from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import local_call
 from ring_backends.testing.failing_calls import ending
 from ring_backends.testing.marks import MORE_CASES, THOROUGH, matrix_but
-from ring_backends.testing.rings import BY_HOSTS, rows_of_ranks
+from ring_backends.testing.rings import BY_HOSTS
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.training_runs import check_moves
 from ring_backends.testing.world import on_every_rank
@@ -53,18 +53,12 @@ CASE_CHANGES: dict[str, dict[str, Any]] = {
     "mod": {},
     "a rate above the share of heads": {"dilation_rates": (3, 5), "is_causal": True},
     "block": {"offset": "block", "is_causal": True},
-    "branch": {"offset": "branch"},
     "grouped": {"head_mode": "grouped", "is_causal": True},
-    "grouped unevenly": {"head_mode": "grouped", "segment_lengths": (8, 16, 48), "dilation_rates": (1, 2, 3)},
     "phantoms": {"offset": "block", "padding": "zeros", "segment_lengths": (16, 48)},
     "windows": {"segment_lengths": (16, None), "window_lengths": (None, 9), "offset": "every", "is_causal": True},
-    "grouped windows": {"head_mode": "grouped", "segment_lengths": (None, 32), "window_lengths": (7, 20)},
     "sinks": {"sinks": True, "is_causal": True},
     "score_mod": {"score_mod": "distance", "is_causal": True},
-    "narrow values": {"value_dim": 3, "is_causal": True},
-    "mask": {"masked": "random"},
     "causal mask": {"masked": "random", "is_causal": True},
-    "fp32": {"dtype": torch.float32},
 }
 
 
@@ -162,13 +156,6 @@ class TestUlysses:
         pickled.attention.ring = call.attention.ring
         for copied in (twin, pickled):
             assert torch.equal(copied(), call())
-
-
-def test_rows_of_a_group_form_a_shard_of_the_hop_ring() -> None:
-    """Zigzag needs a multiple of 2 × ring size. Only then do the rows of a group form a shard of the hop ring."""
-    for ranks in ((0, 1), (2, 3)):
-        group = torch.cat([rows_of_ranks(48, 4, "zigzag")[rank] for rank in ranks]).sort().values
-        assert torch.equal(group, rows_of_ranks(48, 2, "zigzag")[ranks[0] // 2])
 
 
 @pytest.mark.parametrize("how", ["check", "synchronize"])

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from ring_backends.testing.failing_calls import ending
 from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.models import OneParameter, make_model, unit_sgd
-from ring_backends.testing.rings import TWO, TWO_BY_HOSTS, RingSpec, ring_of
+from ring_backends.testing.rings import TWO, RingSpec, ring_of
 from ring_backends.testing.training_runs import Recipe, State, Trainer, check_ranks, train, train_alone
 from ring_backends.testing.world import World, on_every_rank
 
@@ -43,12 +43,6 @@ def test_parameters_are_sharded_over_data_and_ring(strategy: str, placement: str
     parameters = parameters_of(TWO, strategy)
     found = {f"{tuple(parameter.device_mesh.shape)} {parameter.placements}" for parameter in parameters}
     assert found == {placement}, found
-
-
-@on_every_rank
-def test_hsdp_mesh_of_rings_by_hosts() -> None:
-    ranks = parameters_of(TWO_BY_HOSTS, "hsdp")[0].device_mesh.mesh.tolist()
-    assert ranks == [[0, 2], [1, 3]], ranks
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
@@ -215,19 +209,3 @@ def test_fsdp2_names_a_group_that_trains_parameters_of_two_dtypes() -> None:
     model.second.requires_grad_(False)
     step()
     assert state.step_count == 2
-
-
-class Named(nn.Module):
-    """A model whose blocks have two names: by a second name of their parent, or of their list."""
-
-    def __init__(self, second_name: str) -> None:
-        super().__init__()
-        self.backbone = nn.Module()
-        self.backbone.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(3))
-        self.again: Any = self.backbone if second_name == "parent" else self.backbone.blocks
-
-
-@pytest.mark.parametrize("second_name", ["parent", "list"])
-def test_blocks_with_a_second_name_are_found_once(second_name: str) -> None:
-    model = Named(second_name)
-    assert list(map(id, find_blocks(model))) == list(map(id, model.backbone.blocks))

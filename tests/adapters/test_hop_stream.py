@@ -86,22 +86,3 @@ def test_memory_of_a_failed_hop_is_not_reused_while_it_may_still_run() -> None:
     events, buffers = hop(RuntimeError("peer is gone"))
     assert events[-1] == "wait on hops"
     assert all(buffer.record_stream.call_count == 1 for buffer in buffers)
-
-
-def test_a_hop_on_cpu_uses_no_stream() -> None:
-    buffer = torch.zeros(1, dtype=torch.uint8)
-    ring = mock.Mock(spec=Ring)
-    assert ring_pass.post_hop(ring, {1: buffer}, {}, 7) is ring.post.return_value
-
-
-def test_a_hop_that_nobody_waits_for_is_abandoned() -> None:
-    events: list[str] = []
-    stream: Any = Stream("hops", events)
-    ring_pass.StreamTransfer(Recorded(events, [], None), stream, []).abandon()
-    assert events == ["abandon"]
-
-
-def test_the_stream_of_hops_has_a_high_priority() -> None:
-    with mock.patch.object(torch.cuda, "Stream") as stream:
-        ring_pass._hop_stream.__wrapped__(DEVICE)
-    stream.assert_called_once_with(DEVICE, priority=-1)

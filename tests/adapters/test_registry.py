@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import pickle
 import sys
 import types
 from importlib.metadata import EntryPoint
@@ -16,7 +14,6 @@ from command_line import run
 
 from ring_backends import (
     AdapterUnavailableError,
-    AutoOptions,
     DilatedPattern,
     RingDilatedAttention,
     available_adapters,
@@ -66,12 +63,6 @@ def test_attention_modules_show_only_what_users_and_adapters_call() -> None:
     assert public == {"ring", "ring_pass", "forward", "new_cache", "prefill", "decode", "extra_repr"}
 
 
-def test_the_signature_of_initialize_shows_the_options_of_auto() -> None:
-    parameters = inspect.signature(native.initialize).parameters
-    assert list(parameters)[-len(AutoOptions.__annotations__) :] == list(AutoOptions.__annotations__)
-    assert parameters["segment_lengths"].annotation == "Sequence[int | None]"
-
-
 def test_every_adapter_is_listed_with_its_reason(announced: None) -> None:
     reasons = available_adapters()
     assert reasons["native"] is reasons["other"] is None
@@ -79,21 +70,10 @@ def test_every_adapter_is_listed_with_its_reason(announced: None) -> None:
     assert "no_such_distribution.adapter" in str(reasons["absent"])
 
 
-def test_auto_without_a_ring_selects_native() -> None:
-    assert type(create_attention(segment_lengths=[8], dilation_rates=[1])) is native.RingDilatedAttention
-    assert type(create_attention("auto", [8], [1])) is native.RingDilatedAttention
-
-
 def test_auto_selects_the_adapter_of_the_ring(announced: None) -> None:
     ring = Ring(adapter="other")
     assert type(create_attention("auto", [8], [1], ring=ring)) is OtherRingDilatedAttention
     assert type(create_attention("auto", [8], [1], ring=native.initialize())) is native.RingDilatedAttention
-
-
-def test_a_ring_keeps_its_adapter() -> None:
-    ring = Ring(adapter="other")
-    assert ring.with_layout("zigzag").adapter == "other"
-    assert pickle.loads(pickle.dumps(ring)).adapter == "other"
 
 
 def test_a_name_selects_the_adapter(announced: None) -> None:
@@ -138,12 +118,3 @@ for name, reason in available_adapters().items():
     assert sorted(reasons) == ["deepspeed", "fairscale", "fsdp"]
     for name, reason in reasons.items():
         assert f"pip install 'ring-backends[{name}]'" in reason
-
-
-def test_frameworks_are_imported_lazily() -> None:
-    code = (
-        "import sys, ring_backends; from ring_backends import create_attention; "
-        "print([name for name in ('torch', 'deepspeed', 'fairscale') if name in sys.modules])"
-    )
-    done = run(["-c", code], Path.cwd())
-    assert done.stdout == "[]\n"

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
-    set_checkpoint_early_stop,
 )
 
 from ring_backends.activation_checkpointing import attention_operators, keep_attention, remember_attention
@@ -45,11 +44,6 @@ def keep_attention_and_sines() -> Any:
 _kept = partial(checkpoint, use_reentrant=False, context_fn=keep_attention)
 
 
-def _kept_to_the_end(region: Region, *inputs: Tensor) -> Any:
-    with set_checkpoint_early_stop(False):
-        return _kept(region, *inputs)
-
-
 RECOMPUTING: dict[str, Run] = {
     "non-reentrant": partial(checkpoint, use_reentrant=False),
     "reentrant": partial(checkpoint, use_reentrant=True),
@@ -59,11 +53,7 @@ KEEPING: dict[str, Run] = {
     "remembered": lambda region, *inputs: checkpoint(remember_attention(region), *inputs, use_reentrant=True),
 }
 ALSO_KEEPING: dict[str, Run] = {
-    "kept to the end": _kept_to_the_end,
     "own policy": partial(checkpoint, use_reentrant=False, context_fn=keep_attention_and_sines),
-    "remembered, non-reentrant": lambda region, *inputs: checkpoint(
-        remember_attention(region), *inputs, use_reentrant=False
-    ),
 }
 WAYS: dict[str, Run] = {"plain": lambda region, *inputs: region(*inputs), **RECOMPUTING, **KEEPING, **ALSO_KEEPING}
 

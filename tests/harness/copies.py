@@ -15,11 +15,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from ring_backends.errors import RingMismatchError
-from ring_backends.testing.calls import new_attention
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import A_MOMENT, ODD_RANK, SHORT, ending, shorten
 from ring_backends.testing.marks import matrix_but
-from ring_backends.testing.rings import ONE
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import on_every_rank
 
@@ -42,7 +40,6 @@ def _layers_of_a_transformer(attention: nn.Module) -> Any:
 COPIES: dict[str, Callable[[Any], Any]] = {
     "deep": copy.deepcopy,
     "shallow": copy.copy,
-    "of a copy": lambda attention: copy.deepcopy(copy.deepcopy(attention)),
     "pickled": _through_pickle,
     "layers": _layers_of_a_transformer,
 }
@@ -118,21 +115,6 @@ class CopyTests(AdapterSuite):
         ended.check(RingMismatchError, "order of calls", within=SHORT + A_MOMENT)
 
     @on_every_rank
-    def test_a_copy_on_one_rank_does_not_affect_the_others(self) -> None:
-        """One rank copies its module, as for a moving average. Then all ranks construct and call another module."""
-        call = self.new_call(case=CASE)
-        if call.attention.ring.rank == ODD_RANK:
-            copy.deepcopy(call.attention)
-        replace(call, attention=new_attention(self.adapter, call.attention.ring, CASE)).check()
-
-    @on_every_rank
-    def test_a_copied_model_keeps_the_ring(self) -> None:
-        call = self.call(CASE)
-        (twin,) = copy.deepcopy(nn.Sequential(call.attention))
-        assert twin.ring is call.attention.ring
-        assert torch.equal(replace(call, attention=twin)(), call())
-
-    @on_every_rank
     def test_an_unpickled_ring_says_what_to_do(self) -> None:
         call = self.call(CASE)
         twin = pickle.loads(pickle.dumps(call.attention))
@@ -140,9 +122,3 @@ class CopyTests(AdapterSuite):
         ending(call_of_twin).check(RuntimeError, "initialize()")
         twin.ring = call.attention.ring
         call_of_twin.check()
-
-    @requires("several rings per world")
-    @on_every_rank
-    def test_an_unpickled_ring_of_one_works(self) -> None:
-        call = self.call(CASE, ONE)
-        replace(call, attention=pickle.loads(pickle.dumps(call.attention))).check()

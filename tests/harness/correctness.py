@@ -24,7 +24,6 @@ from ring_backends.testing.rings import (
     FOUR,
     LAYOUTS,
     ONE,
-    SIZES,
     THREE,
     TWO,
     RingSpec,
@@ -69,44 +68,26 @@ def _case(
 EDGE_CASES = {
     "one token": _case(seq_len=1, num_kv_heads=4),
     "fewer tokens than ranks": _case(seq_len=3, num_kv_heads=2, is_causal=True),
-    "segments longer than the sequence": _case((1000,), (3,)),
-    "segments of one token": _case((1, 26), (1, 2)),
     "rate longer than the segment": _case((5,), (7,), num_heads=6),
     "nothing divides anything": _case((7, 19, 31), (2, 3, 5), seq_len=53, num_heads=5, num_kv_heads=5),
-    "heads beyond the rates": _case((13,), (4,), num_heads=6, num_kv_heads=3),
     "grouped queries": _case((26,), (3,), num_heads=6, num_kv_heads=2, is_causal=True, offset="block"),
-    "one key head": _case((26,), (2,), num_heads=3),
     "a branch twice": _case((9, 9), (2, 2), num_kv_heads=4),
     "a group of heads per branch": _case((8, 26, 13), (1, 2, 4), head_mode="grouped", num_heads=5),
-    "offsets by branch": _case((8, 26), (3, 2), offset="branch"),
     "zero keys at the end": _case((12, 40), (4, 3), offset="block", padding="zeros", num_kv_heads=2),
     "random keys ignored": _case((26,), (2,), batch=2, masked="random", num_kv_heads=2),
     "ends ignored": _case(batch=3, masked="rows", is_causal=True, num_kv_heads=4),
     "all keys ignored": _case(masked="all", batch=2),
-    "all keys ignored but zero keys": _case((40,), masked="all", padding="zeros"),
     "rows that no branch covers": _case((12,), (5,), num_heads=3),
-    "a scale": _case(scale=1.7, num_kv_heads=4),
     "a negative scale": _case(scale=-0.5, num_kv_heads=4),
-    "documents": _case((16, 26), (1, 2), documents="some", batch=2, num_kv_heads=2),
     "documents, causal, masked": _case(documents="some", batch=2, is_causal=True, masked="random"),
     "documents in no order": _case((26,), (2,), documents="shuffled", num_kv_heads=4),
     "documents that go on later": _case((None,), seq_len=150, documents="resumed", num_kv_heads=4, is_causal=True),
     "dropout": _case((16, 26), (1, 2), dropout_p=0.4, batch=2, num_kv_heads=2),
-    "dropout, causal, masked": _case(dropout_p=0.2, is_causal=True, masked="random", num_kv_heads=4),
     "dropout of a key seen twice": _case((9, 9), (2, 2), dropout_p=0.5),
-    "dropout in documents": _case(dropout_p=0.3, documents="some", batch=2, masked="random"),
-    "a window": _case((None,), window_lengths=(7,), is_causal=True, num_kv_heads=2),
     "a window to both sides": _case((None,), window_lengths=(11,), num_kv_heads=4),
-    "a window of one token": _case((None, 9), (1, 2), window_lengths=(1, None)),
     "a window longer than a shard": _case((None,), (2,), seq_len=53, window_lengths=(37,), is_causal=True),
-    "windows within segments": _case((17, 26), (1, 3), window_lengths=(5, 14), masked="random", batch=2),
-    "strides": _case((None,), (5,), offset="every", num_kv_heads=2),
     "strides in a window, causal": _case((None, 13), (3, 4), window_lengths=(10, None), offset="every", is_causal=True),
-    "documents in a window": _case(
-        (None,), documents="some", batch=2, window_lengths=(8,), is_causal=True, num_kv_heads=4
-    ),
     "dropout in a window": _case((None,), dropout_p=0.3, window_lengths=(9,), is_causal=True, masked="random", batch=2),
-    "sinks": _case((12,), (5,), sinks=True, batch=2, num_kv_heads=2),
     "sinks, causal, masked": _case(sinks=True, is_causal=True, masked="all", batch=2, num_kv_heads=4),
     "sinks beside zero keys": _case((12, 40), (4, 3), sinks=True, padding="zeros"),
     "sinks in a window, as in gpt-oss": _case(
@@ -122,13 +103,6 @@ EDGE_CASES = {
     "narrow values, causal, masked": _case(
         head_dim=6, value_dim=3, is_causal=True, masked="random", sinks=True, num_kv_heads=4
     ),
-    "wide values of documents in a window": _case(
-        (None,), value_dim=9, documents="some", window_lengths=(8,), is_causal=True, batch=2
-    ),
-    "narrow values with dropout and a soft cap": _case(
-        (26,), (3,), value_dim=1, dropout_p=0.3, score_mod="softcap", offset="every", num_kv_heads=2
-    ),
-    "one component per head": _case(head_dim=1, batch=2, num_kv_heads=2),
 }
 
 _LONGER = AttentionCase(163, (163,), (1,), num_heads=4, num_kv_heads=4, head_dim=16)
@@ -188,21 +162,6 @@ class CorrectnessTests(AdapterSuite):
     def test_rounding_is_bounded_by_plain_attention(self, world: World, layout: LayoutKind, dtype: torch.dtype) -> None:
         cases = [replace(case, dtype=dtype) for case in ROUNDED_CASES]
         check_rounding(world, self.adapter, FOUR, layout, cases)
-
-    @pytest.mark.parametrize("layout", matrix_but("zigzag", of=LAYOUTS))
-    @pytest.mark.parametrize("is_causal", matrix_but(True, of=(False, True)))
-    def test_results_do_not_depend_on_the_ring_size(self, world: World, layout: LayoutKind, is_causal: bool) -> None:
-        case = replace(_LONGER, segment_lengths=(64, 401, 2048), dilation_rates=(1, 3, 4), num_kv_heads=2)
-        case = replace(case, seq_len=1003, is_causal=is_causal, masked="random", dtype=torch.float64)
-        alone: Results | None = None
-        for rings in SIZES:
-            if rings.capability in self.without:
-                continue
-            ((answers, *_),) = calls.run_cases(world, self.adapter, rings, layout, [case])
-            got = join(answers, case.seq_len, layout)
-            if alone is None:
-                alone = got
-            check_results(got, alone, 1e-12, rings)
 
     @pytest.mark.parametrize("layout", matrix_but("zigzag", of=LAYOUTS))
     @pytest.mark.parametrize("case", ROUNDED_CASES[1:4], ids=["full", "dilated", "grouped"])

@@ -16,13 +16,12 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from ring_backends.engine.tiles import TileRunner
 from ring_backends.errors import RingPeerError
 from ring_backends.testing.calls import case_of_ring, local_call
-from ring_backends.testing.capabilities import AdapterSuite, core, requires
+from ring_backends.testing.capabilities import AdapterSuite, requires
 from ring_backends.testing.failing_calls import A_MOMENT, AT_ONCE, ODD_RANK, SHORT, SMALL_CASE, Ended, ending, shorten
 from ring_backends.testing.marks import MORE_CASES, THOROUGH, matrix_but
 from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, get_ready, new_ring
@@ -57,14 +56,8 @@ On p ranks that see all keys, K and V take p − 1 hops in forward and in backwa
 LOSSES = [(rings, fault, hop) for rings, hop in HOPS for fault in ("killed", "exits", "stopped")]
 """Every kind of loss at every hop, in rings of four and of two."""
 
-SOME_LOSSES = [
-    *((FOUR, "killed", hop) for hop in (0, 1, 4, 8)),
-    *((FOUR, "stopped", hop) for hop in (2, 5)),
-    (FOUR, "exits", 4),
-    (TWO, "killed", 0),
-    (TWO, "stopped", 2),
-]
 QUICK_LOSS = (FOUR, "killed", 1)
+SOME_LOSSES = [QUICK_LOSS, (FOUR, "exits", 4), (FOUR, "stopped", 8), (TWO, "stopped", 0)]
 
 
 def call_with_fault(adapter: str, rings: RingSpec, fault: str, hop: int, seconds: float = TIMEOUT) -> list[Ended]:
@@ -151,7 +144,7 @@ class FaultTests(AdapterSuite):
             outcome.value[0].check(RingPeerError, within=AT_ONCE)
 
     @THOROUGH
-    @pytest.mark.parametrize("hop", matrix_but(1, of=range(4)))
+    @pytest.mark.parametrize("hop", matrix_but(1, of=(1, 2)))
     def test_a_rank_raises(self, world: World, hop: int) -> None:
         """The other ranks raise at once, because their connections close. They do not wait for the timeout.
 
@@ -197,17 +190,6 @@ class FaultTests(AdapterSuite):
 
 
 class LostPeerTests(AdapterSuite):
-    @THOROUGH
-    @core
-    @on_every_rank
-    def test_a_backward_of_unshard_on_one_rank_is_reported_in_time(self) -> None:
-        ring = self.new_ring()
-        whole = ring.unshard(torch.ones(1, 2, requires_grad=True))
-        shorten(ring)
-        if ring.rank == ODD_RANK:
-            ended = ending(whole.sum().backward)
-            ended.check(RingPeerError, "unshard (backward of call", within=SHORT + A_MOMENT)
-
     @on_every_rank
     def test_a_rank_that_stays_away_is_reported_in_time(self) -> None:
         """Rank 2 of 4 skips the second of two equal calls. Then the other ranks call again."""
@@ -221,20 +203,3 @@ class LostPeerTests(AdapterSuite):
             assert re.search(pattern, ended.message), ended
             ending(call).check(RingPeerError, "initialize()", within=SHORT)
         self.new_call().check()
-
-    @THOROUGH
-    @core
-    @requires("several rings per world")
-    @on_every_rank
-    def test_a_rank_may_stay_away_at_any_time(self) -> None:
-        """In the first ring a rank skips the first call. In the second ring a rank skips the backward."""
-        call = self.new_call(TWO)
-        is_second_ring, odd = dist.get_rank() >= 2, call.attention.ring.rank == 1
-        out = call() if is_second_ring else None
-        shorten(call.attention.ring)
-        if odd:
-            return
-        ended = ending(call) if out is None else ending(out.backward, call.grad_out)
-        ended.check(RingPeerError, "[1]", within=SHORT + A_MOMENT)
-        pattern = r"step \d+ of backward .* from rank \[1\] and to rank \[1\]"
-        assert out is None or re.search(pattern, ended.message), ended

@@ -65,10 +65,10 @@ class Hosts:
     def address(self, host: int) -> str:
         return f"10.232.0.{1 + host}"
 
-    def disturb(self, rate: str | None = None, delay: float = 0.0, jitter: float = 0.0, loss: float = 0.0) -> None:
+    def disturb(self, rate: str, delay: float = 0.0, jitter: float = 0.0, loss: float = 0.0) -> None:
         """Set delay, jitter and loss, and limit the sending rate of every host, such as to ``"20mbit"``, as tc says."""
         self.delay, self.jitter, self.loss = delay, jitter, loss
-        for host in self.names if rate is not None else ():
+        for host in self.names:
             _run(f"tc -n {host} qdisc replace dev {host} root tbf rate {rate} burst 32kb latency 400ms")
 
     def start(

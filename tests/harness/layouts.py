@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ring_backends.schedule.layout import LayoutKind
-from ring_backends.testing.calls import difference, local_call, new_attention
+from ring_backends.testing.calls import local_call
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
-from ring_backends.testing.models import DenseAttention
 from ring_backends.testing.rings import ALL_RINGS, TWO, RingSpec, every_ring, in_every_layout, ring_here, rows_of_ranks
 from ring_backends.testing.strategies import AttentionCase
-from ring_backends.testing.world import World, on_every_rank
+from ring_backends.testing.world import on_every_rank
 
 LENGTHS = (1, 2, 3, 5, 8, 13, 16, 27)
 _CASE = AttentionCase(27, (9, 27), (1, 2), num_heads=2, num_kv_heads=2, dtype=torch.float64)
@@ -26,45 +24,6 @@ def _numbers(seq_len: int, dim: int, dtype: torch.dtype = torch.float64) -> Tens
     shape = [2, 3, 4]
     shape[dim] = seq_len
     return torch.arange(24 * seq_len)[: torch.Size(shape).numel()].view(shape).to(dtype, copy=True)
-
-
-class Sandwich(nn.Module):
-    """Parameters on the whole sequence, then on the shards, then on the whole sequence again."""
-
-    def __init__(self, ring: Any, attention: nn.Module) -> None:
-        super().__init__()
-        self.ring, self.attention = ring, attention
-        self.before, self.within, self.after = (nn.Linear(8, 8, dtype=torch.float64) for _ in range(3))
-        generator = torch.Generator().manual_seed(3)
-        for parameter in self.parameters():
-            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2
-
-    def forward(self, x: Tensor) -> Tensor:
-        seq_len = x.shape[1]
-        x = self.before(x).tanh()
-        x = x if self.ring is None else self.ring.shard(x)
-        rows = self.within(x).unflatten(-1, (2, 4))
-        x = x + self.attention(rows, rows * 2, rows + 1, is_causal=True, seq_len=seq_len).flatten(-2)
-        x = x if self.ring is None else self.ring.unshard(x, seq_len=seq_len)
-        result: Tensor = self.after(x.sin())
-        return result
-
-
-def _sandwich_input() -> tuple[Tensor, list[Tensor]]:
-    """The whole input, and the weights of each rank. The objective of a rank is the weighted sum of the output."""
-    generator = torch.Generator().manual_seed(4)
-    x, *weights = torch.randn(5, 2, _CASE.seq_len, 8, generator=generator, dtype=torch.float64)
-    return x, weights
-
-
-def gradients_of_sandwich(adapter: str, rings: RingSpec, layout: LayoutKind) -> list[Tensor] | None:
-    ring = ring_here(adapter, rings)
-    if ring is None:
-        return None
-    ring = ring.with_layout(layout)
-    model = Sandwich(ring, new_attention(adapter, ring, _CASE))
-    x, weights = _sandwich_input()
-    return list(torch.autograd.grad((model(x) * weights[ring.rank]).sum(), list(model.parameters())))
 
 
 class LayoutTests(AdapterSuite):
@@ -125,19 +84,6 @@ class LayoutTests(AdapterSuite):
             slice_alone = torch.zeros_like(numbers).index_fill_(dim, rows, ring.rank + 2)
             sums = numbers.index_select(dim, rows) * sum(10.0**rank for rank in range(rings.size))
             torch.testing.assert_close((grad_x, grad_local), (slice_alone, sums), rtol=0, atol=1e-9)
-
-    @core
-    @in_every_layout("rings", ALL_RINGS, quick_every=3)
-    def test_parameters_before_and_after_the_shards(self, world: World, rings: RingSpec, layout: LayoutKind) -> None:
-        by_rank = world.run(gradients_of_sandwich, self.adapter, rings, layout)
-        x, weights = _sandwich_input()
-        model = Sandwich(None, DenseAttention(_CASE))
-        objective = (model(x) * torch.stack(weights[: rings.size]).sum(0)).sum()
-        wanted = torch.autograd.grad(objective, list(model.parameters()))
-        for of_ranks in rings.by_ring(by_rank):
-            sums = [torch.stack(grads).sum(0) for grads in zip(*of_ranks, strict=True)]
-            for (name, _), got, want in zip(model.named_parameters(), sums, wanted, strict=True):
-                assert difference(got, want) <= 1e-10 * float(want.abs().max()), name
 
     @core
     @on_every_rank

@@ -61,13 +61,11 @@ def train_experts(
     options: Mapping[str, Any],
     *,
     evaluates: bool = False,
-    clears: bool = False,
     make_model: Callable[[Sequence[int]], nn.Module] = BlocksOfExperts,
 ) -> list[State]:
     """Train. Returns the state after each step. A step with fewer micro-batches than the longest one is an early step.
 
-    With ``evaluates``, the model is called in eval mode before each step. With ``clears``, the program clears gradients
-    after each step.
+    With ``evaluates``, the model is called in eval mode before each step.
     """
     ring, rank, accumulation_steps = ring_here(adapter, TWO), dist.get_rank(), max(map(len, steps))
     state = backend(adapter).parallelize(
@@ -85,8 +83,6 @@ def train_experts(
                 state.model(rows_of(rank, 9), 0)
             state.model.train()
         state.step()
-        if clears:
-            state.optimizer.zero_grad()
         states.append(state.full_state_dict())
     return states
 
@@ -122,10 +118,8 @@ def check_states(states: Sequence[State], wanted: Sequence[State], tolerance: fl
 BAD_COUNTS: dict[str, tuple[type[Exception], str, Any]] = {
     "below 0": (ValueError, "local_token_count = -1", -1),
     "not a number": (ValueError, "local_token_count = nan", math.nan),
-    "infinite": (ValueError, "local_token_count = inf", torch.tensor(math.inf)),
     "several numbers": (ValueError, "local_token_count has shape [2]", torch.ones(2)),
     "string": (TypeError, "local_token_count = '3'", "3"),
-    "bool": (TypeError, "local_token_count = True", True),
 }
 
 
@@ -265,12 +259,6 @@ class UnusedParameterTests(AdapterSuite):
     @on_every_rank
     def test_no_rank_uses_a_parameter(self, name: str) -> None:
         check_experts(self.adapter, WIDTHS, WINDOWS[name], self.framework_options)
-
-    @MORE_CASES
-    @requires("gradient accumulation", "early steps")
-    @on_every_rank
-    def test_the_program_clears_gradients_after_early_steps(self) -> None:
-        check_experts(self.adapter, WIDTHS, WINDOWS["early steps"], self.framework_options, clears=True)
 
     @MORE_CASES
     @requires("mixed precision")
