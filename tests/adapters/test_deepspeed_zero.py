@@ -31,7 +31,7 @@ from ring_backends.testing.world import World, on_every_rank
 pytest.importorskip("deepspeed")
 
 import deepspeed_cases as cases
-from deepspeed_cases import ADAPTER, SmallModel, check_stage, offloaded, parallelize_here, zero
+from deepspeed_cases import ADAPTER, check_stage, offloaded, parallelize_here, zero
 
 from ring_backends.adapters import deepspeed as backend
 
@@ -199,28 +199,6 @@ class TestZeRO:
         recipe = replace(EARLY, micro_batches=(3,), is_rescaled=True, max_grad_norm=0.01)
         check_stage(world, TWO, options, recipe, 1e-5)
 
-    @pytest.mark.parametrize("stage", matrix_but(1, of=range(4)))
-    def test_an_early_step_in_bf16(self, world: World, stage: int) -> None:
-        options = zero(stage)
-        options["config"]["bf16"] = {"enabled": True}
-        recipe = replace(EARLY, micro_batches=(3,), is_rescaled=True)
-        for states, _ in world.run(train_in_bf16, ADAPTER, TWO, recipe, options):
-            check_moves(states, rounded_to_bf16(recipe), 0.05, f"ZeRO {stage}")
-
-    @THOROUGH
-    @pytest.mark.parametrize("stage", matrix_but(3, of=range(4)))
-    @pytest.mark.parametrize("how", matrix_but("non-reentrant", of=("reentrant", "non-reentrant", "deepspeed")))
-    @on_every_rank
-    def test_activation_checkpointing(self, stage: int, how: str) -> None:
-        """A step on a ring of four ranks, with activation checkpointing of the attention layer."""
-        ring = ring_of(ADAPTER, FOUR)
-        model = SmallModel(ring)
-        model.layer = Checkpointed(model.layer, how)
-        states = cases.one_step(model, ring, stage)
-        alone = cases.one_step_alone()
-        wanted = [{name.replace("layer.", "layer.layer.", 1): x for name, x in state.items()} for state in alone]
-        check_moves(states, wanted, 1e-6, f"ZeRO {stage}, {how}")
-
     @on_every_rank
     def test_the_hops_of_activation_checkpointing(self) -> None:
         """DeepSpeed repeats the hops of the forward, unless ``remember_attention`` keeps the results."""
@@ -265,22 +243,6 @@ SKIPPED = (
     "DeepSpeed has skipped step 2, because the gradient contains NaN or infinity: the parameters are unchanged, "
     "step_count stays 1, and skipped_steps is 1."
 )
-
-
-class Checkpointed(nn.Module):
-    """A layer with activation checkpointing."""
-
-    def __init__(self, layer: nn.Module, how: str) -> None:
-        super().__init__()
-        self.layer = layer
-        self.how = how
-
-    def forward(self, x: Tensor, **options: Any) -> Any:
-        if self.how == "deepspeed":
-            from deepspeed import checkpointing
-
-            return checkpointing.checkpoint(partial(self.layer, **options), x)
-        return checkpoint(partial(self.layer, **options), x, use_reentrant=self.how == "reentrant")
 
 
 def count_checkpointed(how: str) -> tuple[list[Tensor], int, int]:

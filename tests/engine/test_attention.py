@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from typing import Any
 from unittest import mock
 
@@ -131,30 +130,6 @@ def test_fine_cuts_and_spread_branches_round_like_others(case, ring_size, layout
     ):
         actual, _ = thread_ring_results(case, ring_size, layout)
     check_rounds_like(actual, case, *others)
-
-
-@THOROUGH
-@pytest.mark.parametrize("message_cost", [0.0, 5.0])
-def test_spread_gradients_travel_in_bf16(message_cost: float) -> None:
-    """Every hop rounds a sum to bf16, relative to the largest gradient by at most 2⁻⁸."""
-    case = AttentionCase(48, (48,), (2,), num_heads=2, num_kv_heads=2, head_dim=8, dtype=torch.bfloat16)
-    query, key, value, grad_out, _ = case.tensors()
-
-    def gradients(ring: ThreadRing, grad_wire_dtype: torch.dtype | None) -> tuple[tuple[Tensor, ...], int]:
-        attention = ThreadRingDilatedAttention([48], [2], ring=ring, grad_wire_dtype=grad_wire_dtype)
-        leaves = [ring.shard(x).requires_grad_() for x in (query, key, value)]
-        out = attention(*leaves)
-        ring.traffic.reset()
-        return torch.autograd.grad(out, leaves, ring.shard(grad_out)), ring.traffic.bytes
-
-    with every_branch_spread(message_cost):
-        fp32, bf16 = (
-            run_in_threads(4, functools.partial(gradients, grad_wire_dtype=dtype)) for dtype in (None, torch.bfloat16)
-        )
-    for (exact, whole_bytes), (rounded, half_bytes) in zip(fp32, bf16, strict=True):
-        assert half_bytes * 3 == whole_bytes * 2  # K and V in bf16 come before dK and dV
-        for x, y in zip(exact, rounded, strict=True):
-            torch.testing.assert_close(y, x, rtol=0, atol=float(x.abs().max()) * 3 * 2**-8)
 
 
 def test_gradients_that_come_home_need_no_memory_of_their_own() -> None:

@@ -232,17 +232,6 @@ def test_memory_is_bounded(world: World) -> None:
     world.run(on_ring, check_memory, WINDOWS[:1], layout="zigzag", rings=THREE)
 
 
-def test_rows_move_to_the_front_of_the_memory() -> None:
-    """Few rows at a time: a quarter of the memory is free."""
-    pattern = {"segment_lengths": [None], "dilation_rates": [1], "window_lengths": [300]}
-    module, cache = attending(None, pattern)
-    sequence = tokens(900)
-    outs = [module.decode(*step, cache) for step in zip(*(tensor.split(20, 1) for tensor in sequence), strict=True)]
-    assert_equal(torch.cat(outs, 1), last_rows(sequence, 900, pattern))
-    assert cache.num_rows == 300 - 1 + 20
-    assert cache.nbytes <= row_bytes(319 + 319 // 4)
-
-
 @pytest.mark.parametrize("index", range(40))
 def test_what_is_forgotten(index: int) -> None:
     """The first position that the query at t or any later one sees, from the definition; exact without dilation."""

@@ -19,10 +19,8 @@ from ring_backends.activation_checkpointing import attention_operators, keep_att
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import LocalCall
 from ring_backends.testing.capabilities import AdapterSuite, core
-from ring_backends.testing.compiled import Graphs
 from ring_backends.testing.correctness import CASE
 from ring_backends.testing.failing_calls import ending
-from ring_backends.testing.marks import THOROUGH, matrix_but
 from ring_backends.testing.rings import RingSpec, every_size_and_layout, ring_here
 from ring_backends.testing.world import on_every_rank
 
@@ -113,24 +111,6 @@ class ActivationCheckpointTests(AdapterSuite):
     def test_other_ways_to_keep_attention(self, how: str) -> None:
         check_two_calls(self.call(CASE), how)
 
-    @pytest.mark.parametrize("how", ["kept", "remembered"])
-    @on_every_rank
-    def test_kept_attention_with_backwards_in_any_order(self, how: str) -> None:
-        """Three regions, and their backwards in another order."""
-        call, found = self.call(CASE), []
-        traffic = call.attention.ring.traffic
-        for way in (how, "plain"):
-            traffic.reset()
-            inputs = [[x.detach().clone().requires_grad_() for x in call.inputs] for _ in range(3)]
-            outs = [
-                WAYS[way](partial(call.attention, **call.options), query * (index + 1), key, value)
-                for index, (query, key, value) in enumerate(inputs)
-            ]
-            for index in (1, 2, 0):
-                outs[index].backward(call.grad_out)
-            found.append(([x.grad for tensors in inputs for x in tensors], traffic.messages))
-        torch.testing.assert_close(*found, rtol=0, atol=1e-12)
-
     @on_every_rank
     def test_kept_attention_in_a_checkpoint_within_another(self) -> None:
         """The recomputation of the outer region does not consume the results that the inner region keeps."""
@@ -150,20 +130,3 @@ class ActivationCheckpointTests(AdapterSuite):
             again.check(RuntimeError, "backward")
         else:
             torch.testing.assert_close([x.grad for x in call.inputs], twice, rtol=0, atol=1e-12)
-
-    @THOROUGH
-    @pytest.mark.parametrize("how", matrix_but("kept", of=("non-reentrant", "kept")))
-    @on_every_rank
-    def test_a_compiled_region_keeps_attention(self, how: str) -> None:
-        torch.compiler.reset()
-        call, graphs, repeats = self.call(CASE), Graphs(), how != "kept"
-
-        def region(query: Tensor, key: Tensor, value: Tensor) -> Any:
-            return call.attention(query.sin(), key, value, **call.options).sin()
-
-        def compiled(region: Region, *inputs: Tensor) -> Any:
-            return torch.compile(partial(WAYS[how], region), fullgraph=True, backend=graphs.backend)(*inputs)
-
-        check(call, region, compiled, repeats)
-        forward, backward = graphs.operators()
-        assert (forward["ring_forward"], backward["ring_forward"]) == (1, repeats), (forward, backward)

@@ -11,15 +11,11 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
-from torch import nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx import GraphModule
 
 import ring_backends
-from ring_backends.multihead import RingDilatedMultiheadAttention
-from ring_backends.ring.ring import Ring
-from ring_backends.testing.calls import LocalCall, Results, check_results, local_call, new_attention
+from ring_backends.testing.calls import LocalCall, Results, check_results, local_call
 from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.marks import MORE_CASES, matrix_but
 from ring_backends.testing.rings import FOUR, ONE, RingSpec
@@ -73,29 +69,6 @@ def compiled_in(call: LocalCall, backend: Any = "aot_eager") -> LocalCall:
     return replace(call, attention=torch.compile(call.attention, fullgraph=True, backend=backend))
 
 
-class Decoder(nn.Module):
-    """A decoder with two attention layers."""
-
-    def __init__(self, adapter: str, ring: Ring) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(11, 16, dtype=torch.float64)
-        self.layers = nn.ModuleList(
-            RingDilatedMultiheadAttention(
-                16, 4, new_attention(adapter, ring, _CASE), num_kv_heads=2, rotary=True, dtype=torch.float64
-            )
-            for _ in range(2)
-        )
-        self.head = nn.Linear(16, 11, dtype=torch.float64)
-
-    def forward(self, tokens: torch.Tensor, seq_len: int) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = x + layer(x, is_causal=True, seq_len=seq_len)
-        logits: torch.Tensor = self.head(x)
-        return logits
-
-
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++ on the CPU")
 
 
@@ -123,25 +96,6 @@ class CompileTests(AdapterSuite):
         compiled_in(local_call(self.adapter, ring, case), graphs.backend).check()
         prefix = "attend" if rings.size == 1 and not case.dropout_p else "ring"
         assert graphs.operators() == [{f"{prefix}_forward": 1}, {f"{prefix}_backward": 1}], graphs.operators()
-
-    @core
-    @MORE_CASES
-    @on_every_rank
-    def test_a_compiled_model_has_a_graph_per_length(self) -> None:
-        """There is no graph break, and no recompilation for other tokens."""
-        torch.compiler.reset()
-        ring, lengths = self.ring(layout="zigzag"), (61, 61, 30, 61)
-        model, counter = Decoder(self.adapter, ring), CompileCounterWithBackend("aot_eager")
-        compiled = torch.compile(model, fullgraph=True, backend=counter)
-        for seed, seq_len in enumerate(lengths):
-            tokens = ring.shard(torch.randint(11, (2, seq_len), generator=torch.Generator().manual_seed(seed)))
-            results = []
-            for attend in (model, compiled):
-                logits = attend(tokens, seq_len)
-                results.append([logits, *torch.autograd.grad(logits.square().sum(), list(model.parameters()))])
-            torch.testing.assert_close(*results, rtol=0, atol=1e-9)
-            graphs = len(set(lengths[: seed + 1]))
-            assert counter.frame_count == graphs, f"{counter.frame_count} graphs after call {seed}, not {graphs}"
 
     @core
     @MORE_CASES

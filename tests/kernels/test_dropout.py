@@ -86,15 +86,6 @@ def test_masks_of_other_rows_heads_seeds_and_replicas_are_independent() -> None:
         assert abs(float(products.mean())) < 5 * products.numel() ** -0.5, name
 
 
-def test_drop_counts_per_query_and_per_key() -> None:
-    """A chi-squared test: counts along rows and columns are binomial, within five standard deviations."""
-    kept = mask(num_heads=4) > 0
-    for dim in (2, 3):
-        counts = kept.sum(dim).double()
-        chi_squared = float(((counts - SIZE * (1 - P)) ** 2 / (SIZE * P * (1 - P))).sum())
-        assert abs(chi_squared - counts.numel()) < 5 * (2 * counts.numel()) ** 0.5
-
-
 def tensors(**options: object) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(1, 40, 2, 8, generator=generator, **options) for _ in range(3)]  # type: ignore[call-overload]

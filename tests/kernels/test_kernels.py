@@ -150,19 +150,6 @@ def test_half_precision_gradients_need_instructions_for_their_dtype(instruction:
         assert backward_dtype(dtype) == (torch.float32 if suffix else dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_gradients_in_fp32_without_such_instructions(dtype: torch.dtype) -> None:
-    case = tiles.Case(seq_q=70, seq_k=90, seq_older=0, is_causal=False)
-    *tensors, key_mask = tiles.make_inputs(case, dtype)
-    expected = tiles.dense_with_grads([x.double() for x in tensors], tiles.hidden_pairs(case, key_mask), case.scale)
-    tile = TileInputs(*tensors[:3], case.scale)
-    with cpu_with():
-        grads = AtenCpuFlashKernel().backward(tile, tensors[3], expected["out"], expected["lse"].float())
-    for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
-        assert grad.dtype == torch.float32
-        assert difference(grad, expected[name]) < 1e-5
-
-
 @pytest.mark.parametrize("instructions", [(), ("amx_bf16", "amx_fp16")], ids=["fp32", "half"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", sorted(tiles.LAYOUTS))
@@ -182,14 +169,6 @@ def test_math_needs_memory_linear_in_the_sequence(is_causal: bool) -> None:
         largest_of[seq] = max(shape.numel() for _, shape in launched.results)
     # Two query heads share one key head. The inputs are the largest tensors, because the scores of a block are smaller.
     assert largest_of == {512: 2 * 512 * 8, 1024: 2 * 1024 * 8}
-
-
-def test_math_ignores_autocast() -> None:
-    inputs = tiles.make_inputs(tiles.Case(seq_older=0), torch.float32)[:4]
-    expected = tiles.run_tile(MathKernel(), inputs, is_causal=True, scale=0.4)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        actual = tiles.run_tile(MathKernel(), inputs, is_causal=True, scale=0.4)
-    assert all(map(torch.equal, actual, expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

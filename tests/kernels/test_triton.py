@@ -21,18 +21,16 @@ import torch
 from command_line import environment, run
 from hypothesis import given, seed
 from hypothesis import strategies as st
-from kernel_cases import LAYOUTS, Case, cases, check_a_row_without_keys, run_tile
+from kernel_cases import Case, cases, check_a_row_without_keys, run_tile
 from kernel_cases import check as check_tile
 from native_ranks import ADAPTER
 from triton_interpreter import check, check_call, fixed_examples, interpreted, patch_interpreter, results
 
-from ring_backends import dilated_attention
 from ring_backends.kernels import KernelInputs, select_kernel, triton_launch
 from ring_backends.kernels.aten_cpu import AtenCpuFlashKernel
 from ring_backends.kernels.math import MathKernel
 from ring_backends.kernels.tile_table import NUMBER_ALIGNMENT
 from ring_backends.kernels.triton_dilated import TritonDilatedKernel
-from ring_backends.schedule.bands import Band
 from ring_backends.testing.calls import Results, local_call, new_attention, whole
 from ring_backends.testing.correctness import EDGE_CASES
 from ring_backends.testing.fine_cuts import fine_cuts
@@ -99,10 +97,10 @@ IN_WINDOWS = replace(LONGER, segment_lengths=(None, 24), dilation_rates=(1, 3), 
 WIDE = replace(TWO_BRANCHES, segment_lengths=(30, 40), batch=1)
 CALLS = {
     **{f"bf16, {name}": replace(LONGER, dtype=torch.bfloat16, **options) for name, options in HALF.items()},
-    **{f"fp16, {name}": replace(LONGER, dtype=torch.float16, **options) for name, options in HALF.items()},
+    "fp16": replace(LONGER, dtype=torch.float16),
     **{f"windows, {name}": replace(IN_WINDOWS, **options) for name, options in WINDOWED.items()},
-    **{f"windows, {name}, all": replace(IN_WINDOWS, **WINDOWED[name], is_causal=False) for name in WINDOWED},
-    **{f"head_dim {head_dim}": replace(WIDE, head_dim=head_dim) for head_dim in (17, 64, 128, 256)},
+    "windows, not causal": replace(IN_WINDOWS, is_causal=False),
+    **{f"head_dim {head_dim}": replace(WIDE, head_dim=head_dim) for head_dim in (17, 256)},
 }
 
 
@@ -110,12 +108,6 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_longer_calls_equal_the_reference(name: str) -> None:
     check_call(CALLS[name])
-
-
-@interpreted
-def test_a_row_that_sees_no_key_gives_exact_zeros_in_bf16() -> None:
-    found = results(replace(LONGER, dtype=torch.bfloat16, masked="all"))
-    assert all(x.eq(0).all() for name, x in found.computed().items() if name != "lse")
 
 
 @interpreted
@@ -128,8 +120,8 @@ def test_scores_of_a_whole_block_that_overflow() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("options", [{}, {"masked": "random"}, {"documents": "some"}])
-@pytest.mark.parametrize("num_queries", [(16, 16), (64, 32), (64, 16)])
+@pytest.mark.parametrize("options", [{}, {"documents": "some"}])
+@pytest.mark.parametrize("num_queries", [(16, 16), (64, 16)])
 def test_a_backward_reads_only_the_statistics_that_it_stored(monkeypatch, num_queries, options):
     queries = dict(zip(("grad_query", "grad_key_value"), num_queries, strict=True))
     monkeypatch.setattr(
@@ -152,15 +144,6 @@ def test_a_row_that_sees_no_key_has_gradient_0_beside_nan() -> None:
     assert lse[0, 0, 0] == float("-inf")
     assert out[:, :, 0].eq(0).all()
     assert grad_query[:, :, 0].eq(0).all()
-
-
-@interpreted
-def test_an_infinite_key_that_weighs_nothing_has_gradient_0() -> None:
-    tensors = torch.rand(4, 1, 1, 17, 16, generator=torch.Generator().manual_seed(0))
-    tensors[1, 0, 0, 3, 0] = -math.inf  # a key; queries are positive, so its scores are -inf
-    *_, grad_key, grad_value = run_tile(KERNEL, tensors, scale=0.25)
-    assert grad_key[0, 0, 3].eq(0).all()
-    assert grad_value[0, 0, 3].eq(0).all()
 
 
 def assert_same_bits(first: Results, second: Results) -> None:
@@ -187,44 +170,12 @@ def test_two_runs_are_bitwise_equal_and_inputs_unchanged() -> None:
     assert all(map(torch.equal, before[:4], case.tensors()[:4]))
 
 
-@interpreted
-def test_inputs_in_any_memory_layout() -> None:
-    case = replace(LONGER, seq_len=20)
-    query, key, value, grad_out, _ = case.tensors()
-    wanted = results(case)
-    for layout in LAYOUTS.values():
-        leaves = [layout(x).detach().requires_grad_() for x in (query, key, value)]
-        out = dilated_attention(*leaves, [45], [1], is_causal=True, kernel="triton_dilated")
-        grads = torch.autograd.grad(out, leaves, layout(grad_out))
-        assert all(map(torch.equal, (out, *grads), (wanted.out, *wanted[2:])))
-
-
 # The harness calls a kernel with single tiles too: comparisons with other methods do.
 @interpreted
 @fixed_examples(24)
 @given(case=st.booleans().flatmap(lambda banded: cases(head_dims=st.integers(1, 20), banded=banded)))
 def test_single_tiles_with_and_without_bands_equal_the_dense_softmax(case: Case) -> None:
     check_tile(KERNEL, case, torch.float32)
-
-
-# Blocks have 16 queries and 8 keys.
-@interpreted
-@pytest.mark.parametrize("size", [(50, 50), (20, 50), (50, 20)], ids=str)
-@pytest.mark.parametrize(
-    "band",
-    [
-        Band(2, 0),  # smaller than a block
-        Band(15, 7),  # no block is whole for all rows
-        Band(30, 10),
-        Band(40, -16),  # begins a block later
-        Band(-9, None),  # some queries see no key, and some keys no query
-        Band(-3, 3),  # one diagonal
-    ],
-    ids=str,
-)
-def test_bands_of_one_tile(band: Band, size: tuple[int, int]) -> None:
-    seq_q, seq_k = size
-    check_tile(KERNEL, Case(1, 1, 2, seq_q, seq_k, is_causal=False, band=band), torch.float32)
 
 
 @interpreted
@@ -262,9 +213,10 @@ ON_RING: dict[str, dict[str, Any]] = {
 
 
 @interpreted
-@pytest.mark.parametrize(("layout", "min_bytes"), [("contiguous", 128), ("zigzag", 2**20)])
-@pytest.mark.parametrize("name", ON_RING)
-def test_a_ring_of_two_equals_the_reference(world: World, layout: str, min_bytes: int, name: str) -> None:
+@pytest.mark.parametrize(("number", "name"), enumerate(ON_RING))
+def test_a_ring_of_two_equals_the_reference(world: World, number: int, name: str) -> None:
+    """Every second case is on a contiguous ring, with fine cuts."""
+    layout, min_bytes = (("contiguous", 128), ("zigzag", 2**20))[number % 2]
     check_on_ring(world, replace(RINGED, **ON_RING[name]), layout, min_bytes)
 
 
@@ -308,43 +260,22 @@ def test_a_backward_stores_the_numbers_that_it_reads() -> None:
         assert NUMBER_ALIGNMENT % read.queries == 0
 
 
-CAPABILITIES = {80: 163, 86: 99, 90: 227}
+CAPABILITIES = {86: 99, 90: 227}
 """Shared memory of a block, in KiB, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
 
-COMPILED = [
-    *(("full", 128, capability) for capability in CAPABILITIES),
-    *((variants, head_dim, 90) for variants, head_dim in (("full", 64), ("window", 128), ("others", 128))),
-    *((variants, 64, 80) for variants in ("window", "others")),
-]
-"""Variants, head_dim and compute capability. Compiling one takes half a minute."""
+COMPILED = [("full", 86), ("full", 90), ("window", 90), ("others", 90)]
+"""Variants and compute capability, with head_dim 128, which needs most. Compiling one takes half a minute."""
 
 SPILLED = {
     ("3.6", "full"): {
-        (86, 64, "grad_query_kernel"): {"documents, dropout": 12},
-        (86, 128, "grad_key_value_kernel"): {"packed": 28, "documents, dropout": 60},
-        (90, 128, "grad_key_value_kernel"): {"plain": 140, "packed": 124, "key mask, packed": 100},
+        (86, "grad_key_value_kernel"): {"packed": 28, "documents, dropout": 60},
+        (90, "grad_key_value_kernel"): {"plain": 140, "packed": 124, "key mask, packed": 100},
     },
-    ("3.6", "window"): {
-        (80, 64, "forward_kernel"): {"plain": 32, "packed": 32, "documents, dropout": 56},
-        (80, 64, "grad_query_kernel"): {"plain": 24},
-        (80, 128, "forward_kernel"): {"documents, dropout": 16},
-        (86, 64, "grad_query_kernel"): {"plain": 24, "key mask, packed": 28, "documents, dropout": 12},
-        (86, 128, "grad_key_value_kernel"): {"plain": 8, "packed": 28, "documents, dropout": 20},
-        (90, 128, "grad_key_value_kernel"): {"plain": 212, "packed": 188, "key mask, packed": 164},
-    },
-    ("3.6", "others"): {
-        (80, 64, "forward_kernel"): {"distances, packed": 96, "narrow values, packed": 16},
-        (80, 64, "grad_query_kernel"): {"distances, packed": 20},
-        (86, 64, "forward_kernel"): {"distances, packed": 76},
-        (86, 64, "grad_query_kernel"): {"distances, packed": 20},
-    },
+    ("3.6", "window"): {(90, "grad_key_value_kernel"): {"plain": 212, "packed": 188, "key mask, packed": 164}},
+    ("3.6", "others"): {},
     ("3.9", "full"): {
-        (80, 64, "forward_kernel"): {"plain": 8, "packed": 24},
-        (80, 128, "grad_key_value_kernel"): {"packed": 8},
-        (86, 64, "forward_kernel"): {"plain": 8, "packed": 8},
-        (86, 64, "grad_query_kernel"): {"plain": 24, "key mask, packed": 36, "documents, dropout": 8},
-        (86, 128, "grad_key_value_kernel"): {"packed": 28},
-        (90, 128, "grad_key_value_kernel"): {"plain": 188, "packed": 208, "key mask, packed": 184},
+        (86, "grad_key_value_kernel"): {"packed": 28},
+        (90, "grad_key_value_kernel"): {"plain": 188, "packed": 208, "key mask, packed": 184},
     },
 }
 """By release of Triton, variants, and launch: the bytes that a thread stores and loads for lack of registers.
@@ -375,14 +306,14 @@ def test_a_launch_that_is_alike_finds_the_compiled_kernel() -> None:
 
 @pytest.mark.matrix(reason="compiles for minutes")
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler for NVIDIA GPUs runs on Linux only")
-@pytest.mark.parametrize(("variants", "head_dim", "capability"), COMPILED, ids=str)
-def test_compiled_kernels_fit_into_registers_and_shared_memory(variants: str, head_dim: int, capability: int) -> None:
+@pytest.mark.parametrize(("variants", "capability"), COMPILED)
+def test_compiled_kernels_fit_into_registers_and_shared_memory(variants: str, capability: int) -> None:
     release = version("triton").rpartition(".")[0]
-    for kernel in run_with_compiler("compile_triton.py", str(capability), str(head_dim), variants):
+    for kernel in run_with_compiler("compile_triton.py", str(capability), "128", variants):
         assert kernel["registers"] <= 255, kernel
         assert kernel["inner_loops"] == (2 if "rows" not in kernel["kernel"] else 0), kernel
-        if spilled := SPILLED.get((release, variants)):
-            by_variant = spilled.get((capability, head_dim, kernel["kernel"]), {})
+        if (spilled := SPILLED.get((release, variants))) is not None:
+            by_variant = spilled.get((capability, kernel["kernel"]), {})
             assert kernel["spilled"] <= by_variant.get(kernel["variant"].removesuffix(", window"), 0), kernel
         assert kernel["spills_in_inner_loops"] == 0, kernel
         assert kernel["fuses"], kernel

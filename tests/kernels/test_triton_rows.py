@@ -16,13 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from triton_interpreter import check_call, fixed_examples, interpreted, patch_interpreter
+from triton_interpreter import fixed_examples, interpreted, patch_interpreter
 
 from ring_backends.kernels import gather_rows, triton_rows_launch
 from ring_backends.kernels.gather_rows import add_rows, fill_rows, gather_many, merge_rows, scatter_many, scatter_merge
 from ring_backends.kernels.triton_rows_launch import Rows, can_launch
 from ring_backends.schedule.rows import DilatedRows, head_runs
-from ring_backends.testing.correctness import EDGE_CASES
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = interpreted
@@ -235,23 +234,12 @@ def test_a_nan_stays_in_its_row_and_two_runs_are_equal() -> None:
 SMALL = RowsCase(1, 30, 2, 3, (0, 1), (0, 1), (0, 1, 30, 2, 14))
 
 
-def test_many_tensors_take_several_launches() -> None:
-    parts = [Rows(SMALL.tensor(torch.float32, i), SMALL.dilated, SMALL.values(torch.float32, 99)) for i in range(11)]
-    gather_many(parts)
-    assert all(torch.equal(part.values, part.tensor[SMALL.indices()]) for part in parts)
-
-
 def test_a_launch_without_rows_does_nothing() -> None:
     case = replace(SMALL, batch=0)
     gather_many([Rows(case.tensor(torch.float32), case.dilated, case.values(torch.float32))])
     gather_many([])
     out, tile_out = case.tensor(torch.float32), case.values(torch.float32)
     scatter_merge(out, out[..., 0], case.dilated, tile_out, tile_out[..., 0])
-
-
-@pytest.mark.parametrize("name", ["nothing divides anything", "grouped queries", "zero keys at the end"])
-def test_other_kernels_with_these_rows_equal_the_reference(name: str) -> None:
-    check_call(replace(EDGE_CASES[name], dtype=torch.float32), "aten_cpu_flash")
 
 
 def test_tensors_without_values_and_on_other_devices_are_left_to_torch() -> None:

@@ -87,8 +87,7 @@ FUNCTIONS: dict[str, ScoreMod] = {
 
 @interpreted
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "not causal"])
-def test_translations_equal_the_function(function: ScoreMod, is_causal: bool) -> None:
+def test_translations_equal_the_function(function: ScoreMod) -> None:
     generator = torch.Generator().manual_seed(2)
     query, key, value, grad_out = torch.randn(4, 2, N, HEADS, 8, generator=generator, dtype=torch.float64)
     places = torch.arange(2)[:, None, None, None], torch.arange(HEADS)[:, None, None]
@@ -98,12 +97,9 @@ def test_translations_equal_the_function(function: ScoreMod, is_causal: bool) ->
         return function(scores.clone(), *places, *positions).expand(scores.shape)
 
     exact = [x.clone().requires_grad_() for x in (query, key, value)]
-    options: dict[str, Any] = {"is_causal": is_causal}
-    wanted, wanted_lse = reference_attention(*exact, [N, 7], [2, 1], **options, modified_scores=modified)
+    wanted, wanted_lse = reference_attention(*exact, [N, 7], [2, 1], modified_scores=modified)
     rounded = [x.float().requires_grad_() for x in (query, key, value)]
-    out, lse = dilated_attention(
-        *rounded, [N, 7], [2, 1], **options, kernel="triton_dilated", score_mod=function, return_lse=True
-    )
+    out, lse = dilated_attention(*rounded, [N, 7], [2, 1], kernel="triton_dilated", score_mod=function, return_lse=True)
     found = [out, lse, *torch.autograd.grad(out, rounded, grad_out.float())]
     expected = [wanted, wanted_lse, *torch.autograd.grad(wanted, exact, grad_out, materialize_grads=True)]
     for x, y in zip(found, expected, strict=True):
@@ -124,13 +120,6 @@ def test_lengths_and_captured_numbers_do_not_change_the_source() -> None:
     first, second = (translate(scaled_by(factor)) for factor in (2.0, 3.0))
     assert (first.source, first.numbers, second.numbers) == (second.source, (2.0,), (3.0,))
     assert translate(score_mods.softcap(3.0)).source != translate(score_mods.softcap(4.0)).source
-
-
-def test_translation_in_inference_mode() -> None:
-    for score_mod in (score_mods.alibi(HEADS), smooth):
-        with torch.inference_mode():
-            found = translate(score_mod)
-        assert found.source == translate(score_mod).source
 
 
 def power(exponent: float) -> ScoreMod:
@@ -158,10 +147,7 @@ REFUSED: dict[str, tuple[ScoreMod, str]] = {
     "a branch": (lambda score, b, h, q, k: score if q > k else -score, "RuntimeError: .* meta tensors"),
     "a row": (lambda score, b, h, q, k: score + BIASES[h].sum(), "index does not return one number"),
     "another operator": (lambda score, *_: torch.lgamma(score), "torch.ops.aten.lgamma has no translation"),
-    "another power": (lambda score, *_: score**1.7, "torch.ops.aten.pow has no translation"),
     "a factor": (lambda score, b, h, q, k: torch.add(score, q, alpha=2), "torch.ops.aten.add has an alpha"),
-    "a reversed factor": (lambda score, b, h, q, k: torch.rsub(score, q, alpha=2), "torch.ops.aten.rsub has an alpha"),
-    "floor of a quotient": (lambda score, *_: score // 3.0, "torch.ops.aten.floor_divide has no translation"),
     "narrow integers": (lambda score, b, h, q, k: score + (GROUPS[q] - GROUPS[k]), "it computes in torch.int32"),
     "sums of bools": (
         lambda score, b, h, q, k: torch.where((q > 1) + (k > 1), score, -score),

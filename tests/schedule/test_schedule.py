@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import textwrap
 from collections import Counter
@@ -23,7 +22,6 @@ from ring_backends import DilatedPattern, RingSchedule, SequenceLayout
 from ring_backends.engine.wire_buffers import RowFormat
 from ring_backends.kernels.gather_rows import gather
 from ring_backends.schedule.bands import Band
-from ring_backends.schedule.crossing import crossing_pieces
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.schedule.rank_plan import Hop, Message, Parcel, RankPlan, Step
 from ring_backends.schedule.rows import DilatedRows
@@ -81,19 +79,6 @@ def keys_of_messages(hops: dict[int, tuple[Hop, ...]], kind: str) -> dict[tuple[
                 assert (index, rank, message.peer) not in found
                 found[index, rank, message.peer] = [parcel.key for parcel in message.parcels]
     return found
-
-
-def check_pairs(schedule: RingSchedule) -> None:
-    """Check that both ends of each message name the pair of ranks, in the forward plans and in the backward plans."""
-    for backward in (False, True):
-        plans = [
-            rank_plan(schedule, rank, **SIZES, backward=backward, threads=1 + rank % 3)
-            for rank in range(schedule.layout.ring_size)
-        ]
-        pairs = [plan.pairs for plan in plans]
-        for rank, of_rank in enumerate(pairs):
-            assert all(rank in pair and pair[0] != pair[1] for pair in of_rank)
-            assert all(pair in pairs[end] for pair in of_rank for end in pair)
 
 
 def check_forwarding(schedule: RingSchedule) -> None:
@@ -258,15 +243,6 @@ def test_only_needed_rows_travel_and_every_visible_pair_is_computed_once(part, c
     assert all(count == 1 for count in visits.values())
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_both_ends_name_each_pair_of_ranks(layout: Any, is_causal: bool) -> None:
-    pattern = DilatedPattern((None, None), (1, 4), window_lengths=(9, None))
-    for spread, size in itertools.product((contextlib.nullcontext, every_branch_spread), range(2, 17)):
-        with spread():
-            check_pairs(RingSchedule(pattern, SequenceLayout(4 * size + 3, size, layout), 2, 1, is_causal))
-
-
 @pytest.mark.parametrize("rate", [1, 4])
 @pytest.mark.parametrize(
     ("layout", "sent", "received"),
@@ -282,40 +258,6 @@ def test_a_causal_window_sends_the_end_of_a_chunk_to_the_next(rate, layout, sent
     rows = (window - 1) // rate * rate * kv_heads
     assert schedule.rows_received.tolist() == [rows * chunks for chunks in received]
     assert [schedule.wire_bytes(rank, **SIZES) for rank in range(8)] == [rows * 2 * 4 * 4 * chunks for chunks in sent]
-
-
-@given(st.data())
-@settings(max_examples=200, deadline=None)
-def test_rows_travel_to_the_last_rank_that_sees_them(data: st.DataObject) -> None:
-    """Also where ranks have no rows. The reference examines all pairs of a part and a piece."""
-    n = data.draw(st.integers(1, 120), "tokens")
-    layout = SequenceLayout(n, data.draw(st.integers(1, 16), "ring"), data.draw(LAYOUTS, "layout"))
-    length = data.draw(st.integers(1, n), "segment length")
-    rate = data.draw(st.integers(1, length), "rate")
-    pieces = parts = crossing_pieces(layout, length, is_causal=data.draw(st.booleans(), "causal"))
-    band = data.draw(st.none() | st.integers(0, length // rate), "band")
-    if band is not None:
-        parts = pieces.parts(layout, band * rate)
-    offsets = torch.tensor(sorted({0, rate // 2, rate - 1}))
-    rows, rows_of_pieces = (x.num_rows(offsets, rate).tolist() for x in (parts, pieces))
-    first, first_of_pieces = (x.first_row(offsets, rate).tolist() for x in (parts, pieces))
-    expected = torch.zeros(len(parts), len(offsets), dtype=torch.int64)
-    for source, target, at in itertools.product(range(len(parts)), range(len(pieces)), range(len(offsets))):
-        lo, hi, rank = int(parts.lo[source]), int(parts.hi[source]), int(pieces.rank[target])
-        is_later = pieces.chunk[target] > parts.chunk[source] or not parts.is_causal
-        is_same = parts.segment_start[source] == pieces.segment_start[target]
-        if is_later and is_same and lo <= rank <= hi and rows[source][at] and rows_of_pieces[target][at]:
-            key, query = first[source][at], first_of_pieces[target][at]
-            behind = query - (key + rows[source][at] - 1)
-            ahead = key - (query + rows_of_pieces[target][at] - 1)
-            if band is None or max(behind, ahead) <= band:
-                hop = (rank - int(parts.rank[source])) * int(parts.direction[source]) % (hi - lo + 1)
-                expected[source, at] = max(int(expected[source, at]), hop)
-    found = parts.reach(pieces, offsets, rate, band)
-    # Where every piece has a row, all rows travel to the end of the route.
-    rowless = pieces.segment_start[(pieces.num_rows(offsets, rate) == 0).any(1)]
-    crowded = ~torch.isin(parts.segment_start, rowless)
-    assert torch.equal(torch.where(crowded.unsqueeze(1), found, expected), found)
 
 
 def test_bytes_of_a_plain_ring() -> None:
