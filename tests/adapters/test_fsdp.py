@@ -26,7 +26,7 @@ from ring_backends.testing.rings import FOUR, TWO
 from ring_backends.testing.suite import A_GRADIENT, EVERY_ADAPTER, AdapterTests, AllTrainingTests
 from ring_backends.testing.training import renew_closed_worlds
 from ring_backends.testing.training_runs import Recipe, State, Trainer, check_moves, check_ranks, train, train_alone
-from ring_backends.testing.unequal_ranks import BF16, MICRO_BATCHES, WIDTHS, WINDOWS, check_experts, train_experts
+from ring_backends.testing.unequal_ranks import MICRO_BATCHES, train_experts
 from ring_backends.testing.world import World, on_every_rank
 
 pytest.importorskip("numpy")  # the adapter needs NumPy
@@ -65,13 +65,6 @@ class TestFSDP1(AllTrainingTests):
         }
     )
     quick, more_cases = A_GRADIENT, False
-
-
-@pytest.mark.matrix(reason="the quick command tests fsdp2 in fp32")
-@pytest.mark.parametrize("name", ["full steps", "early steps"])
-def test_no_rank_uses_a_parameter_in_mixed_precision_of_hsdp(world: World, name: str) -> None:
-    options = {"strategy": "hsdp", "mixed_precision": torch.bfloat16}
-    world.run(check_experts, ADAPTER, WIDTHS, WINDOWS[name], options, BF16)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -180,20 +179,3 @@ def test_activation_checkpointing(how: str) -> None:
     assert forward == {"attend_forward": 1}
     assert backward["attend_backward"] == 1
     assert backward["attend_forward"] == (how == "recomputed")
-
-
-def test_a_call_does_not_need_its_module_any_more() -> None:
-    inputs = tensors(requires_grad=True)
-    attention = RingDilatedAttention(**PATTERN)
-    out, lse = torch.compile(attention, fullgraph=True, backend="aot_eager")(*inputs, return_lse=True)
-    assert not lse.requires_grad
-    wanted = torch.autograd.grad(reference_attention(*inputs, **PATTERN)[0].sum(), inputs)
-    with mock.patch.dict(compiled._modules.data, clear=True):
-        assert_near(torch.autograd.grad(out.sum(), inputs), wanted)
-
-
-def test_errors_quote_the_message_of_the_check() -> None:
-    query, _, _ = tensors()
-    function = torch.compile(RingDilatedAttention(**PATTERN), fullgraph=True, backend="aot_eager")
-    with pytest.raises(RuntimeError, match=r"ValueError.*key has shape \[1, 3, 4, 8\]"):
-        function(query, query[:, :3], query)

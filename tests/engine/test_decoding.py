@@ -169,28 +169,6 @@ def test_dtypes(dtype: torch.dtype) -> None:
     check_step(module, cache, new, prompt, tolerance=tolerance)
 
 
-def test_a_nan_in_an_ignored_key() -> None:
-    module, cache = attending()
-    prompt, new = tokens(10, 1), tokens(1, 2)
-    ignored = torch.zeros(B, 10, dtype=torch.bool)
-    ignored[:, 7] = True
-    prompt[1][:, 7] = prompt[2][:, 7] = torch.nan
-    module.prefill(*prompt, cache, key_padding_mask=ignored)
-    assert module.decode(*new, cache).isfinite().all()
-
-
-@pytest.mark.parametrize(("whole", "rows"), [(None, 101), (64, 101), (32, 84)])
-def test_memory_does_not_exceed_max_len(whole: int | None, rows: int) -> None:
-    """All tokens, and one; or those of the prompt and of the longest segment, twice."""
-    module, cache = attending(None, {"segment_lengths": [6, whole], "dilation_rates": [1, 3]}, max_len=100)
-    module.prefill(*tokens(10), cache)
-    for step in range(90):
-        assert cache.nbytes == row_bytes(rows)
-        module.decode(*tokens(1, step), cache)
-    with pytest.raises(ValueError, match="query has 1 tokens, but the cache has 100 of max_len = 100"):
-        module.decode(*tokens(1), cache)
-
-
 WINDOW = 16
 WINDOWS = [
     {"segment_lengths": [None], "dilation_rates": [1], "window_lengths": [WINDOW]},

@@ -19,7 +19,6 @@ from ring_backends import DilatedPattern
 from ring_backends.engine import tiles
 from ring_backends.engine.call import check_call
 from ring_backends.engine.inputs import AttentionInputs
-from ring_backends.engine.sums import Result
 from ring_backends.engine.tiles import TileRunner
 from ring_backends.kernels.gather_rows import gather
 from ring_backends.kernels.math import MathKernel
@@ -27,7 +26,7 @@ from ring_backends.ring.ring import Ring
 from ring_backends.schedule import limits
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.schedule.rank_plan import HeadBlock
-from ring_backends.schedule.rows import DilatedRows, head_runs
+from ring_backends.schedule.rows import DilatedRows
 from ring_backends.testing.calls import check_results, check_rounded, expected
 from ring_backends.testing.fine_cuts import fine_cuts
 from ring_backends.testing.marks import THOROUGH
@@ -165,15 +164,3 @@ def check_block(block: HeadBlock, local_len: int) -> None:
             assert len(each) == len(set(each)), "a row of a branch is merged once"
             assert set(each) <= touched
         assert touched == opened | zeroed
-
-
-def test_the_result_of_one_kernel_call_becomes_the_result() -> None:
-    query, runs = torch.randn(2, 8, 3, 4), head_runs(range(3), [0, 0, 0])
-    are_taken = []
-    for rows in (DilatedRows(0, 2, 4, 1, 4, runs), DilatedRows(0, 1, 0, 1, 8, runs), DilatedRows(0, 1, 0, 2, 4, runs)):
-        values = gather(query, rows).transpose(1, 2).contiguous().transpose(1, 2)
-        result = Result(query)
-        result.store(slice(0, 3), rows, values)
-        are_taken.append(result.tensor.data_ptr() == values.data_ptr())
-        assert torch.equal(gather(result.tensor, rows), values)
-    assert are_taken == [True, True, False]

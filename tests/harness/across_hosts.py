@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,13 +17,12 @@ import torch
 import torch.distributed as dist
 
 from ring_backends.errors import RingPeerError
-from ring_backends.registry import adapter_modules
 from ring_backends.testing.calls import FP64_TOLERANCE, Results, check_results, difference, expected, local_call, whole
-from ring_backends.testing.capabilities import AdapterSuite, core, requires
+from ring_backends.testing.capabilities import AdapterSuite, requires
 from ring_backends.testing.failing_calls import SMALL_CASE, Ended, ending
 from ring_backends.testing.faults import BOUND
 from ring_backends.testing.hosts import Hosts, NoHostsError
-from ring_backends.testing.marks import MORE_CASES, once_but
+from ring_backends.testing.marks import once_but
 from ring_backends.testing.rings import backend
 from ring_backends.testing.strategies import AttentionCase
 
@@ -176,36 +172,3 @@ class HostTests(AdapterSuite):
             pattern = rf"rank {rank} waited in step \d+ of (forward|backward)"
             assert re.search(pattern, report.ended.message), report
             assert report.left.seconds < BOUND, report
-
-    @core
-    @MORE_CASES
-    @requires("training")
-    @pytest.mark.timeout(600)
-    def test_training_under_torchrun(self, hosts: Hosts, tmp_path: Path) -> None:
-        name = next(name for name, module in adapter_modules().items() if module == self.adapter)
-        train = ["train", "--backend", name, "--seq-len", "512", "--steps", "3", "--json", "losses.json"]
-        processes = []
-        for host in range(NUM_HOSTS):
-            folder = tmp_path / str(host)
-            folder.mkdir()
-            launcher = [
-                *("torch.distributed.run", "--nnodes", str(NUM_HOSTS), "--nproc-per-node", "1"),
-                *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts.address(0)}:{PORT}", "--rdzv-id", "ring"),
-                *("--rdzv-conf", f"is_host={int(host == 0)}", "--local-addr", hosts.address(host)),
-            ]
-            command = [sys.executable, "-m", *launcher, "-m", "ring_backends", *train]
-            processes.append(hosts.start(host, command, {"OMP_NUM_THREADS": "1"}, folder / "log"))
-        deadline = time.monotonic() + 240
-        for host, process in enumerate(processes):
-            log = tmp_path / str(host) / "log"
-            try:
-                status = process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                pytest.fail(f"host {host} did not end in time\n{log.read_text()}")
-            assert status == 0, log.read_text()
-        alone = [sys.executable, "-m", "ring_backends", *train, "--backend", "native"]
-        subprocess.run(alone, cwd=tmp_path, capture_output=True, timeout=240, check=True)
-        written = [json.loads((folder / "losses.json").read_text()) for folder in (tmp_path / "0", tmp_path)]
-        losses = [[step["loss"] for step in result["steps"]] for result in written]
-        assert losses[0] == pytest.approx(losses[1], abs=1e-4)
-        assert written[0]["world_size"] == NUM_HOSTS

@@ -28,20 +28,12 @@ def _random(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def _overlapping(generator: torch.Generator, shape: Shape) -> Tensor:
-    """A view in which each row starts one element after the previous row."""
-    batch, seq, heads, dim = shape
-    base = _random(generator, batch + seq + 2 * heads + 3 * dim)
-    return base.as_strided(shape, (1, 1, 2, 3))
-
-
 VIEWS: dict[str, Callable[[torch.Generator, Shape], Tensor]] = {
     "heads before sequence": lambda g, s: _random(g, s[0], s[2], s[1], s[3]).transpose(1, 2),
     "components before all": lambda g, s: _random(g, s[3], s[2], s[1], s[0]).permute(3, 2, 1, 0),
     "a slice of packed projections": lambda g, s: _random(g, s[0], s[1], 3, s[2], s[3])[:, :, 1],
     "every second element of all dims": lambda g, s: _random(g, *(2 * size for size in s))[1::2, ::2, 1::2, ::2],
     "one number, expanded": lambda g, s: _random(g, 1, 1, 1, 1).expand(s),
-    "overlapping rows": _overlapping,
 }
 
 

@@ -6,7 +6,6 @@ replaces netem, which not every kernel has. It needs Linux, root, and the comman
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import heapq
@@ -15,7 +14,6 @@ import os
 import random
 import selectors
 import shutil
-import signal
 import struct
 import subprocess
 import sys
@@ -40,7 +38,7 @@ class NoHostsError(RuntimeError):
 
 
 class Hosts:
-    """``count`` hosts. The context manager ends their programs on exit.
+    """``count`` hosts. The context manager ends their processes on exit.
 
     Attributes:
         delay: seconds by which every packet is delayed.
@@ -58,7 +56,7 @@ class Hosts:
         self.cut: set[int] = set()
         self._preload = tuple(preload)
         self._files: list[int] = []
-        self._processes: list[tuple[int, subprocess.Popen[bytes] | BaseProcess]] = []
+        self._processes: list[tuple[int, BaseProcess]] = []
         self._ended = threading.Event()
         self._carrier = threading.Thread(target=self._carry, name="network", daemon=True)
 
@@ -70,22 +68,6 @@ class Hosts:
         self.delay, self.jitter, self.loss = delay, jitter, loss
         for host in self.names:
             _run(f"tc -n {host} qdisc replace dev {host} root tbf rate {rate} burst 32kb latency 400ms")
-
-    def start(
-        self, host: int, command: Sequence[str], environment: Mapping[str, str], log: Path
-    ) -> subprocess.Popen[bytes]:
-        """Start a program on a host. Its output goes to ``log``."""
-        with log.open("wb") as file:
-            process = subprocess.Popen(
-                ["ip", "netns", "exec", self.names[host], *command],
-                env={**os.environ, **self._environment(host), **environment},
-                cwd=log.parent,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self._processes.append((host, process))
-        return process
 
     def call(
         self, host: int, function: Callable[..., None], args: Sequence[Any], environment: Mapping[str, str], log: Path
@@ -103,7 +85,7 @@ class Hosts:
         return {"GLOO_SOCKET_IFNAME": self.names[host]}
 
     def lose(self, host: int) -> None:
-        """Cut the links of a host and kill its programs. Peers do not see their connections close."""
+        """Cut the links of a host and kill its processes. Peers do not see their connections close."""
         self.cut.add(host)
         for where, process in self._processes:
             if where == host:
@@ -209,12 +191,6 @@ def _call_in_namespace(
     function(*args)
 
 
-def _kill(process: subprocess.Popen[bytes] | BaseProcess) -> None:
-    """Kill a program with its children, or a process of :meth:`Hosts.call`."""
-    if isinstance(process, BaseProcess):
-        process.kill()
-        process.join()
-        return
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def _kill(process: BaseProcess) -> None:
+    process.kill()
+    process.join()

@@ -174,14 +174,6 @@ class MismatchTests(AdapterSuite):
         assert afterwards == [0, 0, 1, 1, 2, 2, 3, 3], afterwards
 
     @on_every_rank
-    def test_a_rank_that_refuses_to_unshard_is_reported(self) -> None:
-        """One rank passes an invalid ``dim`` in an agreed call of unshard."""
-        ring, x = self.new_ring(), torch.ones(1, 2)
-        ring.unshard(x)
-        ended = ending(ring.unshard, x, 7 if ring.rank == ODD_RANK else 1)
-        ended.check(IndexError if ring.rank == ODD_RANK else RingMismatchError, "out of range", within=AT_ONCE)
-
-    @on_every_rank
     def test_unsharding_and_attending_are_distinguished(self) -> None:
         """One rank calls unshard while the others call attention. All ranks have made both calls before."""
         call, x = self.new_call(), torch.ones(1, 2)

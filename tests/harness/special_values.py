@@ -32,18 +32,9 @@ SPOILED = {
 }
 
 LARGE = {
-    "scores of 1e4": replace(_CASE, scale=1e3),
     "scores of 1e4, causal": replace(_CASE, scale=1e3, is_causal=True),
     "one key above all": replace(_CASE, spoiled=(("key", _POSITION, 100.0), ("query", 31, 1.0))),
-    "one key below all": replace(_CASE, spoiled=(("key", _POSITION, -100.0), ("query", 31, 1.0))),
 }
-
-
-_HALF = replace(_CASE, dtype=torch.float16, spoiled=(("key", _POSITION, 300.0), ("query", 31, 300.0)))
-"""Scores of 254,000. The largest fp16 number is 65,504, so sums of products in fp16 overflow."""
-
-_ROUNDING = 2.0**-11
-"""Relative rounding error of fp16."""
 
 
 def sees(case: AttentionCase) -> Tensor:
@@ -124,16 +115,3 @@ class SpecialValueTests(AdapterSuite):
         for field, right in wanted.computed().items():
             finite = right.masked_fill(right.isinf(), 0.0).abs().max()
             assert difference(getattr(got, field), right) <= FP64_TOLERANCE * max(1.0, float(finite)), field
-
-    @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
-    @every_layout
-    def test_scores_that_fp16_cannot_hold(self, world: World, layout: LayoutKind, is_causal: bool) -> None:
-        case = replace(_HALF, is_causal=is_causal)
-        got, wanted = self.whole_of(world, layout, case), expected(case)
-        for field, right in wanted.computed().items():
-            numbers = getattr(got, field).double()
-            assert numbers.isfinite().all() or field == "lse", field
-            tolerance = 8 * _ROUNDING * max(1.0, float(right[right.isfinite()].abs().max()))
-            if field in ("grad_query", "grad_key"):  # cancellation, amplified by the factor 300
-                tolerance = max(tolerance, 300 * _ROUNDING)
-            assert difference(numbers, right) <= tolerance, field

@@ -31,6 +31,7 @@ from ring_backends.kernels.aten_cpu import AtenCpuFlashKernel
 from ring_backends.kernels.math import MathKernel
 from ring_backends.kernels.tile_table import NUMBER_ALIGNMENT
 from ring_backends.kernels.triton_dilated import TritonDilatedKernel
+from ring_backends.schedule.bands import Band
 from ring_backends.testing.calls import Results, local_call, new_attention, whole
 from ring_backends.testing.correctness import EDGE_CASES
 from ring_backends.testing.fine_cuts import fine_cuts
@@ -176,6 +177,25 @@ def test_two_runs_are_bitwise_equal_and_inputs_unchanged() -> None:
 @given(case=st.booleans().flatmap(lambda banded: cases(head_dims=st.integers(1, 20), banded=banded)))
 def test_single_tiles_with_and_without_bands_equal_the_dense_softmax(case: Case) -> None:
     check_tile(KERNEL, case, torch.float32)
+
+
+# Blocks have 16 queries and 8 keys.
+@interpreted
+@pytest.mark.parametrize(
+    "band",
+    [
+        Band(2, 0),  # smaller than a block
+        Band(15, 7),  # no block is whole for all rows
+        Band(30, 10),
+        Band(40, -16),  # begins a block later
+        Band(-9, None),  # some queries see no key, and some keys no query
+        Band(-3, 3),  # one diagonal
+    ],
+    ids=str,
+)
+def test_bands_of_one_tile(band: Band) -> None:
+    for seq_q, seq_k in ((50, 50), (20, 50), (50, 20)):
+        check_tile(KERNEL, Case(1, 1, 2, seq_q, seq_k, is_causal=False, band=band), torch.float32)
 
 
 @interpreted

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -29,7 +28,6 @@ from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.calls import Call, Configuration
 from ring_backends.ring.store import REFUSED, publish_configuration
 from ring_backends.ring.stream_hops import Headers
-from ring_backends.ring.transfer import WorkTransfer
 from ring_backends.schedule.rank_plan import Hop
 from ring_backends.testing import nccl_stand_in
 from ring_backends.testing.failing_calls import Ended, ending
@@ -83,22 +81,6 @@ def test_calls_of_equal_sizes_that_differ(difference: str, named: str) -> None:
         error.check(RingMismatchError, named)
 
 
-@THOROUGH
-def test_a_mismatch_is_named_if_the_peer_reports_nothing() -> None:
-    """The peer has sent the message of another hop, and does not use the ring again."""
-
-    def call(ring: SimulatedRing) -> Any:
-        made = begin(ring)
-        if ring.rank == 1:
-            return ring.post({0: torch.zeros(4, dtype=torch.uint8)}, {}, made.tag(3))
-        ring.agreement.follow(made, "rank 0 waited for a hop", hop_from(ring, 1, made.tag(2)))
-        return ending(ring.synchronize)
-
-    error, _ = run(2, call)
-    text = "rank 0 waited for a hop, but rank 1 sent hop 3 of the call"
-    error.check(RingMismatchError, text, "expected was hop 2")
-
-
 def test_memory_of_a_hop_that_nobody_waits_for_is_not_reused() -> None:
     """A tile raises while a hop is posted: a stream that waits for the hop is recorded on all its buffers."""
     recorded: list[tuple[Tensor, Any, list[bool]]] = []
@@ -123,14 +105,6 @@ def test_memory_of_a_hop_that_nobody_waits_for_is_not_reused() -> None:
     payloads = [buffer for buffer, _, _ in recorded if buffer.numel() > 8]
     assert len(payloads) == 4  # each rank sends one buffer and receives one
     assert all(seen == [True] for _, _, seen in recorded), recorded
-
-
-def test_memory_of_a_failed_wait_is_not_reused() -> None:
-    buffers = [mock.Mock(spec=Tensor) for _ in range(2)]
-    work = mock.Mock(wait=mock.Mock(side_effect=RuntimeError("NCCL communicator was aborted")))
-    with pytest.raises(RuntimeError, match="aborted"):
-        WorkTransfer([work], buffers).wait(timedelta(seconds=1))
-    assert all(buffer.record_stream.call_count == 1 for buffer in buffers)
 
 
 def test_a_header_on_the_host_is_never_zero() -> None:
@@ -367,24 +341,6 @@ def test_a_hop_that_is_posted_in_vain_is_abandoned() -> None:
     with pytest.raises(RingPeerError), report_failure(hops):
         post(hops, 0)
     assert transfer.abandon.call_count == 1
-
-
-@pytest.mark.parametrize("direction", matrix_but("backward", of=("forward", "backward")))
-def test_an_unshard_that_raises_is_reported(direction: str) -> None:
-    """The other ranks learn long before the deadline that a rank has no memory left."""
-
-    def call(ring: SimulatedRing) -> Any:
-        rows = local_inputs(ring)[0]
-        whole = ring.unshard(rows)
-        ring.synchronize()
-        if ring.rank == 1:
-            object.__setattr__(ring, "exchange", mock.Mock(side_effect=MemoryError("no room")))
-        part = partial(ring.unshard, rows) if direction == "forward" else whole.sum().backward
-        return ending(lambda: (part(), ring.synchronize()))
-
-    waiting, raised = run(2, call, seconds=60)
-    raised.check(MemoryError)
-    waiting.check(RingPeerError, "rank 1 raised MemoryError: no room")
 
 
 def test_a_captured_call_is_refused() -> None:

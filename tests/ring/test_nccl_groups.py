@@ -164,21 +164,3 @@ def test_aborted_collectives_raise_even_if_they_return(
     with mock.patch.object(collectives, "_abort_frameworks") as abort, pytest.raises(error, match=text):
         step()
     assert abort.call_count == 1
-
-
-@pytest.mark.parametrize("chosen", [None, "1"])
-def test_torch_writes_no_dump_unless_chosen(chosen: str | None) -> None:
-    """After an error of any group, a process that has written a dump ends."""
-    seen: list[tuple[str | None, str | None]] = []
-
-    def initialize(*_: Any, **__: Any) -> None:
-        seen.append((os.environ.get(DUMP), os.environ.get(LAUNCH_ORDER)))
-
-    environment = {"MASTER_ADDR": "host", "RANK": "0", "WORLD_SIZE": "2"} | ({DUMP: chosen} if chosen else {})
-    with (
-        mock.patch.dict(os.environ, environment),
-        mock.patch.object(dist, "init_process_group", side_effect=initialize),
-    ):
-        rendezvous.join_world("cpu:gloo,cuda:nccl", timedelta(seconds=1))
-        assert os.environ.get(DUMP) == chosen
-    assert seen == [(chosen or "0", "1")]
