@@ -199,6 +199,20 @@ class TestZeRO:
         recipe = replace(EARLY, micro_batches=(3,), is_rescaled=True, max_grad_norm=0.01)
         check_stage(world, TWO, options, recipe, 1e-5)
 
+    @THOROUGH
+    @pytest.mark.parametrize("stage", [1, 3])
+    @pytest.mark.parametrize("how", ["reentrant", "deepspeed"])
+    @on_every_rank
+    def test_activation_checkpointing(self, stage: int, how: str) -> None:
+        """A step on a ring of four ranks, with activation checkpointing of the attention layer."""
+        ring = ring_of(ADAPTER, FOUR)
+        model = cases.SmallModel(ring)
+        model.layer = Checkpointed(model.layer, how)
+        states = cases.one_step(model, ring, stage)
+        alone = cases.one_step_alone()
+        wanted = [{name.replace("layer.", "layer.layer.", 1): x for name, x in state.items()} for state in alone]
+        check_moves(states, wanted, 1e-6, f"ZeRO {stage}, {how}")
+
     @on_every_rank
     def test_the_hops_of_activation_checkpointing(self) -> None:
         """DeepSpeed repeats the hops of the forward, unless ``remember_attention`` keeps the results."""
@@ -243,6 +257,22 @@ SKIPPED = (
     "DeepSpeed has skipped step 2, because the gradient contains NaN or infinity: the parameters are unchanged, "
     "step_count stays 1, and skipped_steps is 1."
 )
+
+
+class Checkpointed(nn.Module):
+    """A layer with activation checkpointing."""
+
+    def __init__(self, layer: nn.Module, how: str) -> None:
+        super().__init__()
+        self.layer = layer
+        self.how = how
+
+    def forward(self, x: Tensor, **options: Any) -> Any:
+        if self.how == "deepspeed":
+            from deepspeed import checkpointing
+
+            return checkpointing.checkpoint(partial(self.layer, **options), x)
+        return checkpoint(partial(self.layer, **options), x, use_reentrant=True)
 
 
 def count_checkpointed(how: str) -> tuple[list[Tensor], int, int]:

@@ -15,9 +15,10 @@ from ring_backends.activation_checkpointing import remember_attention
 from ring_backends.testing.calls import local_call
 from ring_backends.testing.capabilities import AdapterSuite
 from ring_backends.testing.failing_calls import ending
+from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.models import OneParameter, WithExtraState, weight_of
 from ring_backends.testing.rings import FOUR, TWO, ring_of
-from ring_backends.testing.training_runs import Recipe, Trainer, check_ranks, train, train_alone
+from ring_backends.testing.training_runs import Recipe, State, Trainer, check_ranks, train, train_alone
 from ring_backends.testing.training_steps import check_hooks
 from ring_backends.testing.world import World, on_every_rank
 
@@ -41,6 +42,18 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 def three_layers() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def train_checkpointed(recipe: Recipe, what: str) -> list[State]:
+    """Train with FairScale's activation checkpointing around every block, or the model."""
+    from fairscale.nn import checkpoint_wrapper
+
+    def checkpointed(model: Any) -> nn.Module:
+        for module in [model] if what == "model" else model.blocks:
+            checkpoint_wrapper(module)
+        return model
+
+    return train(ADAPTER, TWO, "zigzag", recipe, {}, checkpointed)
 
 
 class CallsFirstArgument(nn.Module):
@@ -88,6 +101,15 @@ def count_checkpointed(how: str) -> tuple[list[Tensor], int, int]:
 
 class TestFairScaleTraining(AdapterSuite):
     adapter = ADAPTER
+
+    @pytest.mark.parametrize("what", matrix_but("blocks", of=("blocks", "model")))
+    def test_activation_checkpointing(self, world: World, what: str) -> None:
+        for recipe, tolerance in (
+            (Recipe(dtype=torch.float32), 1e-6),
+            (Recipe(accumulation_steps=2, rate=0.1, steps=2), 1e-9),
+        ):
+            by_rank = world.run(train_checkpointed, recipe, what)
+            check_ranks(by_rank, train_alone(TWO, "zigzag", recipe), tolerance)
 
     @on_every_rank
     def test_the_hops_of_activation_checkpointing(self) -> None:

@@ -16,7 +16,6 @@ from triton_interpreter import error_norm
 from ring_backends import DilatedPattern, dilated_attention
 from ring_backends.engine import call
 from ring_backends.engine.inputs import AttentionInputs
-from ring_backends.engine.wire import ReturningGrads
 from ring_backends.kernels import aten_cpu
 from ring_backends.kernels.base import split_scale
 from ring_backends.ring.ring import Ring
@@ -130,24 +129,6 @@ def test_fine_cuts_and_spread_branches_round_like_others(case, ring_size, layout
     ):
         actual, _ = thread_ring_results(case, ring_size, layout)
     check_rounds_like(actual, case, *others)
-
-
-def test_gradients_that_come_home_need_no_memory_of_their_own() -> None:
-    query, key, value = torch.randn(3, 1, 64, 2, 8).unbind()
-    kept: list[int] = []
-
-    def finish(self: ReturningGrads, *args: Any) -> None:
-        finish_all(self, *args)
-        kept.append(len(self._own))
-
-    def differentiate(ring: ThreadRing) -> None:
-        leaves = [ring.shard(x).requires_grad_() for x in (query, key, value)]
-        ThreadRingDilatedAttention([64], [2], ring=ring)(*leaves).sum().backward()
-
-    finish_all = ReturningGrads.finish
-    with every_branch_spread(message_cost=5.0), mock.patch.object(ReturningGrads, "finish", finish):
-        run_in_threads(4, differentiate)
-    assert kept == [0] * 8  # ranks and deliveries
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -160,15 +160,6 @@ def test_truncate_copy_and_reorder(pair: World) -> None:
     pair.run(on_ring, check_edits)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_dtypes(dtype: torch.dtype) -> None:
-    module, cache = attending()
-    prompt, new = tokens(20, 1, dtype=dtype), tokens(3, 2, dtype=dtype)
-    module.prefill(*prompt, cache)
-    tolerance = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
-    check_step(module, cache, new, prompt, tolerance=tolerance)
-
-
 WINDOW = 16
 WINDOWS = [
     {"segment_lengths": [None], "dilation_rates": [1], "window_lengths": [WINDOW]},

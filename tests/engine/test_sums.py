@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,10 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import example, given
 from test_synchronisation import no_hops, run
-from torch import Tensor
-from triton_interpreter import fixed_examples, results
+from triton_interpreter import results
 
 from ring_backends import DilatedPattern
 from ring_backends.engine import tiles
@@ -25,12 +22,9 @@ from ring_backends.kernels.math import MathKernel
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule import limits
 from ring_backends.schedule.planner import rank_plan
-from ring_backends.schedule.rank_plan import HeadBlock
-from ring_backends.schedule.rows import DilatedRows
 from ring_backends.testing.calls import check_results, check_rounded, expected
 from ring_backends.testing.fine_cuts import fine_cuts
-from ring_backends.testing.marks import THOROUGH
-from ring_backends.testing.strategies import AttentionCase, attention_cases
+from ring_backends.testing.strategies import AttentionCase
 
 
 @pytest.fixture(params=[True, False], ids=["cut base", "whole base"])
@@ -113,54 +107,3 @@ def test_no_launch_adds_two_values_to_one_element(dtype: torch.dtype) -> None:
     with mock.patch("ring_backends.engine.wire.scatter_many", check_disjoint):
         run(call, inputs, no_hops())
     assert sum(launches) > 2
-
-
-@THOROUGH
-@fixed_examples(60)
-@example(AttentionCase(64, (16, 64), (1, 2), num_heads=4, num_kv_heads=1, dtype=torch.bfloat16))
-@given(case=attention_cases(max_n=100))
-def test_rows_of_a_plan_with_a_base(case: AttentionCase) -> None:
-    sizes = {"batch": 1, "head_dim": 8, "itemsize": 2, "tile_bytes": 64}
-    for ring_size, kind in ((1, "contiguous"), (2, "contiguous"), (3, "zigzag")):
-        schedule = case.schedule(ring_size, kind)
-        for rank, backward, threads in itertools.product(range(ring_size), (False, True), (1, 3)):
-            for block in rank_plan(schedule, rank, **sizes, threads=threads, backward=backward).blocks:
-                check_block(block, schedule.layout.local_len(rank))
-
-
-def check_block(block: HeadBlock, local_len: int) -> None:
-    tiles = [tile for step in block.steps for tile in step.all_tiles]
-    if block.roles.base is None:
-        assert not block.others
-        assert not block.roles.merged
-        return
-    for side, heads in (("queries", block.heads), ("keys", block.kv_heads)):
-        num_heads = heads.stop - heads.start
-        everything = torch.arange(local_len * num_heads).view(1, local_len, num_heads)
-
-        def elements(rows: DilatedRows, everything: Tensor = everything) -> list[int]:
-            return gather(everything, rows).flatten().tolist()
-
-        of_base = [x for tile in tiles if tile.branch == block.roles.base for x in elements(getattr(tile, side))]
-        assert sorted(of_base) == everything.flatten().tolist()
-        for branch in block.roles.merged:
-            of_merged = [x for tile in tiles if tile.branch == branch for x in elements(getattr(tile, side))]
-            assert len(of_merged) == len(set(of_merged)), "a branch merges a row into a rounded result once"
-        touched: set[int] = set()
-        opened = {x for rows in getattr(block.others[0], side) for x in elements(rows)} if block.others else set()
-        zeroed = {x for branch in block.others[1:] for rows in getattr(branch, side) for x in elements(rows)} - opened
-        for tile in tiles:
-            rows = getattr(tile, side)
-            opens = getattr(tile, f"opens_{side}")
-            assert not (opens and tile.branch in block.roles.merged), "it comes after the base"
-            if not block.roles.has_sums(tile.branch) or not isinstance(rows, DilatedRows):
-                continue
-            for element in elements(rows):
-                assert opens <= (element in opened and element not in touched)
-                assert opens or element in touched | zeroed, "nothing was stored before"
-                touched.add(element)
-        for branch in block.others:
-            each = [x for rows in getattr(branch, side) for x in elements(rows)]
-            assert len(each) == len(set(each)), "a row of a branch is merged once"
-            assert set(each) <= touched
-        assert touched == opened | zeroed

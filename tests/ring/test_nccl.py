@@ -17,10 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from nccl_cases import SimulatedRing, attended, attention, begin, hop_from, local_inputs, meet, process, run
-from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from ring_backends.engine.tiles import TileRunner
 from ring_backends.engine.wire import Hops, PostedHop, report_failure
 from ring_backends.engine.wire_buffers import RowFormat
 from ring_backends.errors import RingMismatchError, RingPeerError
@@ -81,32 +79,6 @@ def test_calls_of_equal_sizes_that_differ(difference: str, named: str) -> None:
         error.check(RingMismatchError, named)
 
 
-def test_memory_of_a_hop_that_nobody_waits_for_is_not_reused() -> None:
-    """A tile raises while a hop is posted: a stream that waits for the hop is recorded on all its buffers."""
-    recorded: list[tuple[Tensor, Any, list[bool]]] = []
-
-    def call(ring: SimulatedRing) -> Any:
-        error, stream = ending(lambda: attention(ring)(*local_inputs(ring))), nccl_stand_in.watching_stream()
-        work = ring.communicator.latest
-        stream.add(lambda: [seen.append(work.is_completed()) for _, other, seen in recorded if other is stream])
-        stream.synchronize()
-        return error
-
-    def record_stream(buffer: Tensor, stream: Any) -> None:
-        recorded.append((buffer, stream, []))
-
-    # The ranks are threads, so they share the patches.
-    no_room = mock.patch.object(TileRunner, "forward_into", side_effect=MemoryError("no room for a tile"))
-    late = mock.patch.object(nccl_stand_in, "DELAY", 0.2)
-    with no_room, late, mock.patch.object(Tensor, "record_stream", record_stream):
-        errors = run(2, call)
-    for error in errors:
-        error.check(MemoryError)
-    payloads = [buffer for buffer, _, _ in recorded if buffer.numel() > 8]
-    assert len(payloads) == 4  # each rank sends one buffer and receives one
-    assert all(seen == [True] for _, _, seen in recorded), recorded
-
-
 def test_a_header_on_the_host_is_never_zero() -> None:
     """Whatever was received. Until a header has arrived, it is zero."""
     headers = Headers.of(5, [1, 2], DEVICE)
@@ -118,26 +90,6 @@ def test_a_header_on_the_host_is_never_zero() -> None:
     )
     assert headers.difference([headers.value] * 3) is None
     assert "rank 2 sent no header" in headers.difference([headers.value, headers.value, 123])
-
-
-@THOROUGH
-def test_a_peer_that_never_comes() -> None:
-    """All ranks raise in time, also those that exchange nothing with the lost rank. The process goes on."""
-
-    def call(ring: SimulatedRing) -> Any:
-        attend, inputs = attended(ring)
-        if ring.rank == 1:
-            return None
-        first = ending(lambda: (attend(*inputs), ring.synchronize()))
-        return first, ending(attend, *inputs), ending(ring.synchronize), ring.abort.call_count
-
-    results = run(4, call)
-    for rank in (0, 2, 3):
-        first, again, synchronized, num_aborts = results[rank]
-        first.check(RingPeerError, f"rank {rank} waited in step", within=6)
-        for error in (again, synchronized):
-            error.check(RingPeerError, "initialize()")
-        assert num_aborts == 1
 
 
 def post(hops: Hops, step: int) -> PostedHop:

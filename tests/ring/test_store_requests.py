@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from ring_backends.errors import RingMismatchError, RingPeerError
+from ring_backends.errors import RingMismatchError
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.calls import Call, Configuration
 from ring_backends.ring.store import Notices, publish_configuration
@@ -89,25 +88,3 @@ def test_absent_ranks_are_found_with_few_requests() -> None:
     assert Notices(client, 0, size, seconds).absent_ranks(call) == absent
     assert set(client.requests) == {"check"}
     assert client.requests["check"] <= 1 + len(absent) * 2 * 6  # a binary search among 2⁶ ranks
-
-
-def test_reports_are_read_once() -> None:
-    """All ranks close the ring, and each learns of the error that one of them has raised."""
-    calls = threading.Barrier(64)
-
-    def call(rank: Agreement) -> None:
-        made = rank.begin(USUAL)
-        calls.wait(60)
-        if rank.rank == ODD:
-            rank.report_error("a call", MemoryError("no room"))
-        else:
-            rank.fail(made, "the rank waited", TimeoutError())
-
-    ended, clients = run(64, call)
-    for rank, (end, client) in enumerate(zip(ended, clients, strict=True)):
-        if rank != ODD:
-            end.check(RingPeerError, f"rank {ODD} raised MemoryError: no room")
-            looks = client.requests.pop("check") // 3
-            assert client.requests.pop("get") <= 2 * looks
-            assert client.requests.pop("multi_get") <= looks
-            assert client.requests == COMPARISON + Counter({"set": 1, "append": 1})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
@@ -157,35 +156,11 @@ def check_completeness(schedule: RingSchedule, case: AttentionCase) -> None:
     assert int(schedule.pairs.sum()) == int(expected.sum())
 
 
-def check_openings(schedule: RingSchedule) -> None:
-    """Check that only the first tile of a row opens it. If a block is marked as opened, its tiles open all rows."""
-    for plan in plans_of(schedule):
-        local_len = schedule.layout.local_len(plan.rank)
-        for block in plan.blocks:
-            for num_heads, side in (
-                (block.heads.stop - block.heads.start, "queries"),
-                (block.kv_heads.stop - block.kv_heads.start, "keys"),
-            ):
-                rows_of = torch.arange(local_len * num_heads).view(1, local_len, num_heads)
-                seen = torch.zeros(local_len * num_heads, dtype=torch.bool)
-                for tile in (tile for step in block.steps for tile in step.tiles[0]):
-                    if isinstance(getattr(tile, side), DilatedRows):
-                        rows = gather(rows_of, getattr(tile, side)).flatten()
-                        if getattr(tile, f"opens_{side}"):
-                            assert block.roles.is_opened
-                            assert not seen[rows].any()
-                        elif block.roles.is_opened:
-                            assert seen[rows].all()
-                        seen[rows] = True
-                assert seen.all() or not block.roles.is_opened
-
-
 def check_plans(schedule: RingSchedule, case: AttentionCase) -> None:
     check_symmetry(schedule)
     check_forwarding(schedule)
     check_bytes(schedule)
     check_completeness(schedule, case)
-    check_openings(schedule)
 
 
 def check_bytes(schedule: RingSchedule) -> None:
@@ -325,19 +300,6 @@ def test_backward_tiles_have_few_heads() -> None:
         plan = rank_plan(schedule, 0, **SIZES, backward=backward, tile_bytes=4096 * 4 * 4)
         queries = [tile.queries for step in steps_of(plan) for tile in step.all_tiles]
         assert {(rows.segments, rows.num_heads) for rows in queries} == {expected}
-
-
-def test_the_first_tile_of_a_parcel_has_the_queries_of_the_tile_before_it() -> None:
-    """So these queries need not be gathered again. The local tile has those of both chunks, if it is not cut."""
-    schedule = RingSchedule(DilatedPattern((1024,), (1,)), SequenceLayout(1024, 2, "zigzag"), 4, is_causal=True)
-    for rank, tile_bytes in itertools.product(range(2), (None, 32 * 4 * 4)):
-        with fine_cuts():
-            plan = rank_plan(schedule, rank, **SIZES, tile_bytes=tile_bytes)
-        for block in plan.blocks:
-            tiles = [tile for step in block.steps for tile in step.all_tiles]
-            for before, tile in itertools.pairwise(tiles):
-                is_local = tile_bytes is None and not before.parcels
-                assert is_local or tile.parcels == before.parcels or tile.queries == before.queries
 
 
 @THOROUGH
