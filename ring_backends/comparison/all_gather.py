@@ -20,11 +20,11 @@ from ring_backends.engine.call import check_call
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.engine.local_rows import local_rows
 from ring_backends.engine.sums import BlockGrads, BlockOut, Result
-from ring_backends.engine.tiles import TileRunner
 from ring_backends.engine.wire_buffers import RowFormat, WireBuffer, wire_layout
+from ring_backends.kernels.base import StepKernels
 from ring_backends.kernels.gather_rows import gather_into, scatter_add
 from ring_backends.kernels.merge import statistics_dtype
-from ring_backends.kernels.steps import StepRows
+from ring_backends.kernels.steps import SavedRows, StepRows
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.pattern import DilatedPattern
 from ring_backends.schedule.rank_plan import HeadBlock, Parcel, RankPlan, Tile
@@ -91,12 +91,12 @@ class AllGatherExecutor:
         query = inputs.query
         dtype = statistics_dtype(query.dtype)
         out, lse = Result(query), query.new_full(query.shape[:3], -math.inf, dtype=dtype)
-        rows, tiles = local_rows(self.call, inputs), TileRunner(self.call.kernel, self.call.scale)
+        rows, kernels = local_rows(self.call, inputs), StepKernels(self.call.kernel, self.call.in_place)
         collected = self._collect(rows, self.forward_plans)
         for block in self.forward_plans[self.ring.rank].blocks:
             here, block_out = rows.block(block), BlockOut(out, lse, block)
-            for tile in _tiles(block):
-                block_out.merge_tile(tile, *tiles.forward(tile, here, collected))
+            for step in block.steps:
+                kernels.forward_step(step.all_tiles, here, collected, block_out)
             block_out.finish()
         return out.tensor, lse, 0, inputs
 
@@ -107,15 +107,13 @@ class AllGatherExecutor:
         query, key, value = inputs.query, inputs.key, inputs.value
         dtype = statistics_dtype(query.dtype)
         grads = Result(query), Result(key, dtype=dtype), Result(value, dtype=dtype)
-        rows, tiles = local_rows(self.call, inputs), TileRunner(self.call.kernel, self.call.scale)
-        collected = self._collect(rows, self.backward_plans)
+        rows, kernels = local_rows(self.call, inputs), StepKernels(self.call.kernel, self.call.in_place)
+        collected, saved = self._collect(rows, self.backward_plans), SavedRows(out, lse, grad_out)
         remote = _Contributions(self._formats(key)[1], self.backward_plans, self.ring.rank, key.device)
         for block in self.backward_plans[self.ring.rank].blocks:
-            here, block_grads = rows.block(block), BlockGrads(*grads, block)
-            block_out, block_lse, block_grad_out = (x[:, :, block.heads] for x in (out, lse, grad_out))
-            for tile in _tiles(block):
-                tile_grads = tiles.backward(tile, here, collected, block_out, block_lse, block_grad_out)
-                block_grads.add_tile(tile, tile_grads, remote)
+            here, its_saved, block_grads = rows.block(block), saved.block(block), BlockGrads(*grads, block)
+            for step in block.steps:
+                kernels.backward_step(step.all_tiles, here, collected, its_saved, block_grads, remote)
             block_grads.finish()
         del collected  # frees memory for the buffers of the reduce-scatter
         grad_query, grad_key, grad_value = (grad.tensor for grad in grads)

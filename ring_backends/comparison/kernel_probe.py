@@ -14,11 +14,11 @@ import torch
 
 from ring_backends.cost.machine import device_name, median_seconds
 from ring_backends.engine.sums import BlockGrads, BlockOut, Result
-from ring_backends.engine.tiles import SavedRows, TileRunner
 from ring_backends.engine.wire_buffers import RowFormat, WireBuffer
 from ring_backends.kernels import Kernel, KernelInputs, kernels
+from ring_backends.kernels.base import StepKernels
 from ring_backends.kernels.merge import statistics_dtype
-from ring_backends.kernels.steps import StepRows
+from ring_backends.kernels.steps import SavedRows, StepRows
 from ring_backends.schedule.bands import CAUSAL
 from ring_backends.schedule.rank_plan import HeadBlock, Tile
 from ring_backends.schedule.rows import DilatedRows, head_runs
@@ -70,7 +70,8 @@ class _Branch:
         lattice = DilatedRows(0, segments, length, rate, rows, runs)
         shape = (1, segments * length, HEADS, head_dim)
         query, key, value, self.grad_out = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
-        self.tile, self.inputs = Tile(0, lattice, lattice, tuple(range(HEADS)), CAUSAL), StepRows(query, key, value)
+        self.tile = Tile(0, lattice, lattice, tuple(range(HEADS)), CAUSAL)
+        self.inputs = StepRows(query, key, value, head_dim**-0.5)
         stats, block = statistics_dtype(dtype), HeadBlock(slice(HEADS), slice(HEADS), (), Roles())
         lse = torch.empty(shape[:3], device=device, dtype=stats)
         out, grad_query, grad_key, grad_value = (Result(x, dtype=stats) for x in (query, query, key, value))
@@ -79,11 +80,11 @@ class _Branch:
     def calls(self, kernel: Kernel) -> tuple[Callable[[], None], Callable[[], None]]:
         """The forward and backward with a kernel. The backward takes the results so far."""
         head_dim = self.grad_out.shape[3]
-        tiles, runner = (self.tile,), TileRunner(kernel, head_dim**-0.5)
+        tiles, runner = (self.tile,), StepKernels(kernel, {})
         out, lse = self.out.sums
         saved = SavedRows(out.to(self.grad_out.dtype), lse, self.grad_out)
         none_sent = WireBuffer(RowFormat(1, head_dim, head_dim, out.dtype), (), out.device)
         return (
-            lambda: runner.forward_into(tiles, self.inputs, None, self.out),
-            lambda: runner.backward_into(tiles, self.inputs, None, saved, self.grads, none_sent),
+            lambda: runner.forward_step(tiles, self.inputs, None, self.out),
+            lambda: runner.backward_step(tiles, self.inputs, None, saved, self.grads, none_sent),
         )

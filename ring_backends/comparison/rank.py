@@ -31,9 +31,9 @@ from ring_backends.cost.machine import (
     synchronize_ranks,
 )
 from ring_backends.engine.inputs import AttentionInputs
-from ring_backends.engine.tiles import TILE_SPAN
 from ring_backends.engine.wire import POST_SPAN, WAIT_SPAN
 from ring_backends.kernels import resolve_dtype
+from ring_backends.kernels.base import TILE_SPAN
 from ring_backends.registry import available_adapters, load_adapter
 from ring_backends.releases import versions
 from ring_backends.ring.ring import Ring

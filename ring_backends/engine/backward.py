@@ -12,11 +12,10 @@ from ring_backends.engine.call import AttentionCall
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.engine.local_rows import local_rows
 from ring_backends.engine.sums import BlockGrads, Result
-from ring_backends.engine.tiles import SavedRows, TileRunner
 from ring_backends.engine.wire import ArrivingKeys, Hops, ReturningGrads, report_failure
-from ring_backends.kernels.base import split_scale
+from ring_backends.kernels.base import StepKernels
 from ring_backends.kernels.merge import statistics_dtype
-from ring_backends.kernels.steps import Grads
+from ring_backends.kernels.steps import Grads, SavedRows, split_scale
 
 
 def backward(
@@ -27,7 +26,7 @@ def backward(
         plan = call.plan(inputs, backward=True)
         grads = Result(inputs.query), Result(inputs.key), Result(inputs.value)
         rows = local_rows(call, inputs)
-        tiles = TileRunner(call.kernel, call.scale, call.in_place)
+        kernels = StepKernels(call.kernel, call.in_place)
         saved = SavedRows(out, lse, grad_out)
         sum_dtype = wire_dtype = statistics_dtype(inputs.key.dtype)
         if inputs.key.dtype == torch.bfloat16 and call.grad_wire_dtype is not None:
@@ -39,9 +38,9 @@ def backward(
         for index, (block, step) in enumerate(plan.steps):
             arrived = [keys.advance(index) for keys in arriving]
             if step is block.steps[0]:
-                here, its_saved, block_grads = rows.block(block), saved.of(block), BlockGrads(*grads, block)
+                here, its_saved, block_grads = rows.block(block), saved.block(block), BlockGrads(*grads, block)
             for of_delivery, parcels, key_grads in zip(step.tiles, arrived, returning, strict=True):
-                tiles.backward_into(of_delivery, here, parcels, its_saved, block_grads, key_grads.of_step(index))
+                kernels.backward_step(of_delivery, here, parcels, its_saved, block_grads, key_grads.of_step(index))
             del arrived, parcels  # frees the received buffers, as in forward()
             for key_grads in returning:
                 key_grads.advance(index, block_grads)

@@ -22,7 +22,6 @@ from ring_backends.engine.validation import check_documents, check_flag, check_l
 from ring_backends.kernels import Kernel, KernelInputs, select_kernel
 from ring_backends.kernels.dropout import Dropout
 from ring_backends.kernels.score_mod import TranslatedScoreMod, captured_values, check_score_mod, identity
-from ring_backends.kernels.steps import StepKernel
 from ring_backends.kernels.triton_score_mod import UntranslatableError, translate
 from ring_backends.ring.calls import Configuration
 from ring_backends.ring.ring import Ring
@@ -65,7 +64,7 @@ class AttentionCall:
     scale: float
     dropout: Dropout | None = None
     grad_wire_dtype: torch.dtype | None = None
-    in_place: Mapping[int, StepKernel] = field(default_factory=dict)
+    in_place: Mapping[int, Kernel] = field(default_factory=dict)
     few_hops: bool = True
     _plans: dict[bool, RankPlan] = field(default_factory=dict, init=False, compare=False, repr=False)
     _pairs: dict[bool, frozenset[tuple[int, int]]] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -94,7 +93,7 @@ class AttentionCall:
     def _plan(self, inputs: AttentionInputs, *, backward: bool) -> RankPlan:
         query = inputs.query
         tile_bytes = None  # a kernel that reads rows in place needs no memory for tiles
-        if not isinstance(self.kernel, StepKernel):
+        if not self.kernel.reads_in_place:
             tile_bytes = max_tile_bytes(query.device, query.nbytes, backward=backward)
         return rank_plan(
             self.schedule,
@@ -284,7 +283,7 @@ def _check_score_mod(inputs: AttentionInputs, layout: SequenceLayout) -> None:
 
 def kernels_of_call(
     name: str, needs: KernelInputs, pattern: DilatedPattern, layout: SequenceLayout
-) -> tuple[Kernel, dict[int, StepKernel]]:
+) -> tuple[Kernel, dict[int, Kernel]]:
     """The kernel of a call. With ``"auto"``, possibly other ones for some dilated branches, by the branch's index."""
     chunk = -(-layout.seq_len // layout.num_chunks)
     rows = [
@@ -296,11 +295,11 @@ def kernels_of_call(
     longest = max((index for index in range(len(rows)) if is_dilated or index not in dilated), key=rows.__getitem__)
     has_window = pattern.band(longest, layout.seq_len) is not None
     chosen = select_kernel(name, replace(needs, rows=rows[longest], is_dilated=is_dilated, has_window=has_window))
-    in_place: dict[int, StepKernel] = {}
-    if name == "auto" and needs.device.type == "cuda" and not isinstance(chosen, StepKernel):
+    in_place: dict[int, Kernel] = {}
+    if name == "auto" and needs.device.type == "cuda" and not chosen.reads_in_place:
         for index in dilated:
             kernel = select_kernel(name, replace(needs, rows=rows[index], is_dilated=True))
-            if isinstance(kernel, StepKernel):
+            if kernel.reads_in_place:
                 in_place[index] = kernel
     return chosen, in_place
 

@@ -19,14 +19,14 @@ from ring_backends.engine.cache import ENDLESS, KeyValueCache
 from ring_backends.engine.call import autocast
 from ring_backends.engine.validation import check_sinks, check_tensors
 from ring_backends.errors import RingMismatchError
-from ring_backends.kernels import Kernel, KernelInputs, PairRule, TileInputs, pairwise, select_kernel
-from ring_backends.kernels.base import split_scale
+from ring_backends.kernels import Kernel, KernelInputs, PairRule, TileInputs, select_kernel
 from ring_backends.kernels.constants import constant
 from ring_backends.kernels.merge import merge_, statistics_dtype
+from ring_backends.kernels.per_tile import forward_tile
 from ring_backends.kernels.score_mod import PairScores, ScoreMod, captured_values, check_score_mod, identity
-from ring_backends.kernels.steps import StepKernel
+from ring_backends.kernels.steps import split_scale
 from ring_backends.ring.calls import Configuration
-from ring_backends.schedule.bands import ANTICAUSAL, CAUSAL, Band, Blocks, Part, as_slice, cut_band
+from ring_backends.schedule.bands import CAUSAL, Band, Blocks, Part, as_slice, cut_band
 from ring_backends.schedule.pattern import DilatedPattern
 
 MAX_EXCHANGED_BYTES = 32 * 2**20
@@ -164,11 +164,9 @@ class Step:
                     query, key, value = (x.flatten(0, 1) for x in (query, key, value))
                     mask = None if mask is None else mask.flatten(0, 1)
                 rule = None if pairs is None else PairRule(scores=_of_part(pairs, part, block))
-                inputs = TileInputs(query, key, value, scale, part.band == CAUSAL, mask, rule=rule)
-                if part.band == ANTICAUSAL:
-                    out, lse = (x.flip(2) for x in pairwise.forward(self.kernel, inputs.reversed()))
-                else:
-                    out, lse = pairwise.forward(self.kernel, inputs)
+                is_causal = part.band == CAUSAL
+                band = None if is_causal else part.band
+                out, lse = forward_tile(self.kernel, TileInputs(query, key, value, scale, is_causal, mask, band, rule))
                 if block.repeats > 1:
                     out, lse = (x.unflatten(0, (-1, block.repeats)) for x in (out, lse))
                 merge_(into_out, into_lse, out, lse)
@@ -282,9 +280,9 @@ def check_step(
         score_mod=score_mod,
         value_dim=value.shape[3],
     )
-    # No kernel of steps decodes, so a score_mod is not translated.
+    # No kernel that reads rows in place decodes, so a score_mod is not translated.
     chosen = select_kernel("math" if kernel == "auto" and score_mod is not None else kernel, needs)
-    if isinstance(chosen, StepKernel):
+    if chosen.reads_in_place:
         chosen = select_kernel("math", needs)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))

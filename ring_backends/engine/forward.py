@@ -8,8 +8,8 @@ from ring_backends.engine.call import AttentionCall
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.engine.local_rows import local_rows
 from ring_backends.engine.sums import BlockOut, Result
-from ring_backends.engine.tiles import TileRunner
 from ring_backends.engine.wire import ArrivingKeys, Hops, report_failure
+from ring_backends.kernels.base import StepKernels
 from ring_backends.kernels.merge import merge_zero_value_, statistics_dtype
 
 
@@ -25,14 +25,14 @@ def forward(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> 
         out = Result(query, width=inputs.value.shape[3])
         lse = query.new_empty(query.shape[:3], dtype=statistics_dtype(query.dtype))
         rows = local_rows(call, inputs)
-        tiles = TileRunner(call.kernel, call.scale, call.in_place)
+        kernels = StepKernels(call.kernel, call.in_place)
         arriving = [ArrivingKeys(plan, delivery, rows, hops) for delivery in plan.deliveries]
         for index, (block, step) in enumerate(plan.steps):
             arrived = [keys.advance(index) for keys in arriving]
             if step is block.steps[0]:
                 here, block_out = rows.block(block), BlockOut(out, lse, block)
             for of_delivery, parcels in zip(step.tiles, arrived, strict=True):
-                tiles.forward_into(of_delivery, here, parcels, block_out)
+                kernels.forward_step(of_delivery, here, parcels, block_out)
             for phantom in step.phantoms:
                 block_out.merge_phantom(phantom)
             del arrived, parcels  # so that at most two received buffers exist when the next hop is posted

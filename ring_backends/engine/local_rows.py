@@ -8,16 +8,15 @@ from torch import Tensor
 
 from ring_backends.engine.call import AttentionCall
 from ring_backends.engine.inputs import AttentionInputs
-from ring_backends.kernels.base import split_scale
 from ring_backends.kernels.dropout import Dropout
-from ring_backends.kernels.steps import StepRows
+from ring_backends.kernels.steps import StepRows, split_scale
 from ring_backends.torch_internals import has_values, mode_of
 
 
 def local_rows(call: AttentionCall, inputs: AttentionInputs) -> StepRows:
     """Query, key and value of one call, with the marks that kernels read."""
     query, key, value, marks, documents = inputs.query, inputs.key, inputs.value, inputs.key_padding_mask, None
-    sign, _ = split_scale(call.scale)
+    sign, scale = split_scale(call.scale)
     if sign != 1:
         query = query * sign
     if marks is not None and call.kernel.reads_ignored_keys:
@@ -29,7 +28,7 @@ def local_rows(call: AttentionCall, inputs: AttentionInputs) -> StepRows:
         documents = ids.masked_fill(ids < 0, -2).unsqueeze(2).expand(-1, -1, query.shape[2])
     if marks is not None:
         marks = marks.unsqueeze(2).expand(-1, -1, key.shape[2])
-    rows = StepRows(query, key, value, marks, documents)
+    rows = StepRows(query, key, value, scale, marks, documents)
     if call.dropout is None and inputs.score_mod is None:
         return rows
     with mode_of(query):

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ring_backends.engine.wire_buffers import WireBuffer
 from ring_backends.kernels.gather_rows import (
     add_rows,
     fill_rows,
@@ -21,7 +20,7 @@ from ring_backends.kernels.gather_rows import (
     whole,
 )
 from ring_backends.kernels.merge import merge_zero_value_, statistics_dtype
-from ring_backends.kernels.steps import Grads
+from ring_backends.kernels.steps import Grads, PackedParcels
 from ring_backends.kernels.triton_rows_launch import Rows
 from ring_backends.schedule.rank_plan import HeadBlock, Phantom, Tile
 from ring_backends.schedule.rows import DilatedRows
@@ -147,7 +146,7 @@ class BlockGrads:
         """What the gradients of a tile are added to."""
         return self.sums if self.block.roles.has_sums(tile.branch) else self.results
 
-    def add_tile(self, tile: Tile, tile_grads: Sequence[Tensor], parcels: WireBuffer | None) -> None:
+    def add_tile(self, tile: Tile, tile_grads: Sequence[Tensor], parcels: PackedParcels | None) -> None:
         """Add the gradients of a tile. Those of keys from another rank are added to the buffer of their parcel."""
         if tile.branch == self.block.roles.base:
             assert isinstance(tile.keys, DilatedRows)

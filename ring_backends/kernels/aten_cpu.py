@@ -4,10 +4,10 @@ The operator has these problems, for which this kernel has workarounds:
 
 - If the last dim of an input is not contiguous, the operator reads out of bounds, without an error.
   :func:`readable` copies such inputs.
-- For a row whose keys are all masked, it returns LSE 0. :func:`~ring_backends.kernels.base.blank_rows` sets −inf.
+- For a row whose keys are all masked, it returns LSE 0. :func:`~ring_backends.kernels.tile.blank_rows` sets −inf.
 - A NaN or inf spreads to rows and keys that do not see it (0 × NaN). In fp16 and bf16, some of these rows have a finite
   output, but not a finite LSE. If a tile has fewer keys than a vector register has elements (16 with AVX-512), output
-  and LSE of a NaN row are 0. Tiles with a NaN or inf go to the math kernel.
+  and LSE of a NaN row are 0. Tiles with a NaN or inf are computed by :mod:`ring_backends.kernels.blockwise`.
 - On x86 CPUs without instructions for bf16 or fp16, its backward is several times slower than in fp32.
   :func:`backward_dtype` then chooses fp32.
 """
@@ -20,16 +20,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ring_backends.kernels.base import Kernel, TileInputs, blank_rows, lse_for_backward
-from ring_backends.kernels.math import MathKernel
+from ring_backends.kernels import blockwise
+from ring_backends.kernels.per_tile import PerTileKernel
+from ring_backends.kernels.tile import TileInputs, blank_rows, lse_for_backward
 from ring_backends.torch_internals import has_values
 
-_MATH = MathKernel()
 _FEW_KEYS = 16
 _HALF_INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
 
 
-class AtenCpuFlashKernel(Kernel):
+class AtenCpuFlashKernel(PerTileKernel):
     """``aten::_scaled_dot_product_flash_attention_for_cpu`` and its backward."""
 
     name = "aten_cpu_flash"
@@ -40,7 +40,7 @@ class AtenCpuFlashKernel(Kernel):
 
     def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
         if tile.key.shape[2] < _FEW_KEYS and not all_finite(tile.query, tile.key):
-            return _MATH.forward(tile)
+            return blockwise.forward(tile)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *readable(tile.tensors, tile.query.dtype),
             0.0,
@@ -49,13 +49,13 @@ class AtenCpuFlashKernel(Kernel):
             scale=tile.scale,
         )
         if not (all_finite(out) if out.dtype.itemsize >= 4 else all_finite(out, lse)):
-            return _MATH.forward(tile)
+            return blockwise.forward(tile)
         return (out, lse) if tile.key_mask is None else blank_rows(out, lse, tile.key_mask, tile.is_causal)
 
     def backward(self, tile: TileInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         inputs = grad_out, *tile.tensors, out
         if tile.key.shape[2] < _FEW_KEYS and not all_finite(*inputs):
-            return _MATH.backward(tile, grad_out, out, lse)
+            return blockwise.backward(tile, grad_out, out, lse)
         dtype = backward_dtype(tile.query.dtype)
         converted = readable(inputs, dtype)
         if tile.key_mask is not None:  # without one, every row sees a key
@@ -68,7 +68,7 @@ class AtenCpuFlashKernel(Kernel):
             attn_mask=key_bias(tile.key_mask, converted[1]),
             scale=tile.scale,
         )
-        return grads if all_finite(*grads) else _MATH.backward(tile, grad_out, out, lse)
+        return grads if all_finite(*grads) else blockwise.backward(tile, grad_out, out, lse)
 
 
 def backward_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -13,31 +13,26 @@ the host would have to wait for the GPU.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ring_backends.kernels import widths
-from ring_backends.kernels.base import (
-    RAN_ON_ONE_GPU,
-    Kernel,
-    KernelInputs,
-    TileInputs,
-    blank_rows,
-    expand_heads,
-    lse_for_backward,
-    sum_heads,
-)
-from ring_backends.kernels.parts import MAX_ENTRIES, in_parts
+from ring_backends.kernels.base import RAN_ON_ONE_GPU, Kernel, KernelInputs
+from ring_backends.kernels.per_tile import PerTileKernel, backward_tile, forward_tile
+from ring_backends.kernels.tile import TileInputs, blank_rows, expand_heads, lse_for_backward, sum_heads
 
 HALF = (torch.bfloat16, torch.float16)
+MAX_ENTRIES = 65_535
+"""The largest second dim of a CUDA grid, where FlashAttention and cuDNN have the batch."""
+
 _MAX_OFFSET = 2**31
 """The end of the 32-bit offsets with which some operators find rows."""
 
 
-class AtenCudaKernel(Kernel):
+class AtenCudaKernel(PerTileKernel):
     """Base of the fused CUDA kernels. A kernel needs its operators, and an NVIDIA GPU that supports the dtype."""
 
     device_types = ("cuda",)
@@ -88,7 +83,7 @@ class AtenCudaPartsKernel(AtenCudaKernel):
         assert tile.key_mask is None
         other = self._kernel_instead(tile.query, tile.key, tile.value)
         if other is not None:
-            return widths.forward(other, tile)
+            return forward_tile(other, tile)
         attend = partial(self._attend, is_causal=tile.is_causal, scale=tile.scale)
         out, lse = in_parts(attend, tile.tensors, entries=MAX_ENTRIES)
         return out, lse
@@ -98,7 +93,7 @@ class AtenCudaPartsKernel(AtenCudaKernel):
         query, key, value = tile.tensors
         other = self._kernel_instead(query, key, value)
         if other is not None:
-            return widths.backward(other, tile, grad_out, out, lse)
+            return backward_tile(other, tile, grad_out, out, lse)
         differentiate = partial(self._differentiate, is_causal=tile.is_causal, scale=tile.scale)
         tensors = (grad_out.to(query.dtype), query, key, value, out.to(query.dtype), lse_for_backward(lse))
         entries, kv_heads = self._size_of_backward(query, key)
@@ -252,6 +247,45 @@ class AtenCudaEfficientKernel(AtenCudaKernel):
             scale=tile.scale,
         )
         return grad_query, sum_heads(grad_key, num_kv_heads), sum_heads(grad_value, num_kv_heads)
+
+
+def in_parts(
+    call: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor], *, entries: int, kv_heads: int | None = None
+) -> tuple[Tensor, ...]:
+    """Return the results of ``call(*tensors)``, called with parts of the batch and of the heads if they are too many.
+
+    Args:
+        tensors: [B, H, ...], where H is a multiple of the smallest number of heads, that of the key.
+        call: a function of such tensors whose results are [B, H, ...] too.
+        entries: the number of batch entries that one call may have.
+        kv_heads: the number of key/value heads that one call may have; None for all.
+    """
+    batch, num_heads = tensors[0].shape[0], min(x.shape[1] for x in tensors)
+    kv_heads = num_heads if kv_heads is None else kv_heads
+    if batch <= entries and num_heads <= kv_heads:
+        return call(*tensors)
+    wholes: list[Tensor] = []
+    for entry in range(0, batch, entries):
+        for head in range(0, num_heads, kv_heads):
+
+            def part(x: Tensor, entry: int = entry, head: int = head) -> Tensor:
+                group = x.shape[1] // num_heads
+                return x[entry : entry + entries, head * group : (head + kv_heads) * group]
+
+            results = call(*map(part, tensors))
+            if not wholes:
+                wholes = [_whole(x, batch, num_heads, min(kv_heads, num_heads)) for x in results]
+            for whole, result in zip(wholes, results, strict=True):
+                part(whole).copy_(result)
+    return tuple(wholes)
+
+
+def _whole(part: Tensor, batch: int, num_heads: int, heads_of_part: int) -> Tensor:
+    """A tensor for the results of all parts. Results with four dims have the memory layout [B, S, H, D]."""
+    heads = part.shape[1] // heads_of_part * num_heads
+    if part.dim() == 3:
+        return part.new_empty(batch, heads, part.shape[2])
+    return part.new_empty(batch, part.shape[2], heads, part.shape[3]).transpose(1, 2)
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ring_backends.kernels.aten_cuda import (
+    MAX_ENTRIES,
     AtenCudaFlashKernel,
     AtenCudaPartsKernel,
     aligned,
@@ -17,7 +18,6 @@ from ring_backends.kernels.aten_cuda import (
 )
 from ring_backends.kernels.base import Kernel, KernelInputs
 from ring_backends.kernels.math import MathKernel
-from ring_backends.kernels.parts import MAX_ENTRIES
 from ring_backends.torch_internals import has_values
 
 _lse_dims: dict[tuple[torch.device, bool], int] = {}

@@ -1,29 +1,33 @@
-"""The interface of a kernel: the forward and backward of one tile, and the reasons why it cannot run.
+"""The interface of a kernel: it computes a step, forward and backward, and gives the reasons why it cannot run.
 
-A tile is one kernel call: some query rows against some key rows. The backward takes the out and LSE of the softmax over
-*all* keys, not only those of the tile (P = exp(S − LSE)). So the gradients of all tiles add up to the exact gradient. A
-row that sees no key has out = 0 and LSE = −inf. No kernel returns NaN for such a row.
-
-Shapes: B batch, Hq query heads, Hk key/value heads, Sq query rows, Sk key rows, D head dim of query and key, V value
-dim, which is that of value and out.
+A step is a list of tiles, each of which is some query rows against some key rows
+(:class:`~ring_backends.schedule.rank_plan.Tile`). The kernel adds the results of a step to those of earlier steps. Most
+kernels compute one tile at a time: :mod:`ring_backends.kernels.per_tile` makes a step of their tiles.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from itertools import groupby
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ring_backends.kernels.dropout import Dropout
-from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.kernels.gather_rows import RowMemory
 from ring_backends.kernels.operators import operator_reasons
-from ring_backends.kernels.score_mod import PairScores, ScoreMod
-from ring_backends.schedule.bands import Band
+from ring_backends.kernels.score_mod import ScoreMod
+from ring_backends.kernels.steps import PackedParcels, SavedRows, StepGrads, StepOut, StepRows
+from ring_backends.kernels.tile import TileInputs
+from ring_backends.schedule.rank_plan import Tile
+
+TILE_SPAN = "ring_backends::tile"
+"""The name under which torch.profiler shows the computation of one tile, including its merge.
+
+If the kernel computes all tiles of a step at once, it shows the step.
+"""
 
 RAN_ON_ONE_GPU = (
     "of all GPUs, the tests have run it on an H100 with torch 2.11; to test it on another, run pytest --gpu"
@@ -94,99 +98,6 @@ class KernelInputs:
         )
 
 
-@dataclass(frozen=True)
-class PairRule:
-    """Documents, dropout and score_mod, which depend on a query row and a key together.
-
-    Attributes:
-        query_documents: int [B, Hq, Sq]; a query sees the keys of its own document. None means one document.
-        key_documents: int [B, Hk, Sk]; None if ``query_documents`` is None.
-        dropout: the dropout of the call; None without dropout.
-        query_words: int32 [B, Hq, Sq, 2], the two 32-bit words of each query that ``dropout`` hashes.
-        key_words: int32 [B, Hk, Sk], the 32-bit word of each key that ``dropout`` hashes.
-        scores: the score_mod of the call and its arguments; None without.
-    """
-
-    query_documents: Tensor | None = None
-    key_documents: Tensor | None = None
-    dropout: Dropout | None = None
-    query_words: Tensor | None = None
-    key_words: Tensor | None = None
-    scores: PairScores | None = None
-
-    @property
-    def needs_math(self) -> bool:
-        """Whether the math kernel computes the whole tile."""
-        return self.dropout is not None or self.scores is not None
-
-    def part(self, batch: slice, rows: slice, keys: slice) -> PairRule:
-        """The rule for a part of the batch, of the query rows and of the keys. It has no score_mod."""
-        assert self.scores is None
-        rows_of = (None if x is None else x[batch, :, rows] for x in (self.query_documents, self.query_words))
-        keys_of = (None if x is None else x[batch, :, keys] for x in (self.key_documents, self.key_words))
-        (query_documents, query_words), (key_documents, key_words) = rows_of, keys_of
-        return PairRule(query_documents, key_documents, self.dropout, query_words, key_words)
-
-    def reversed(self) -> PairRule:
-        """The rule for the query rows and keys in reverse order."""
-        tensors = (self.query_documents, self.key_documents, self.query_words, self.key_words)
-        query_documents, key_documents, query_words, key_words = (None if x is None else x.flip(2) for x in tensors)
-        scores = None if self.scores is None else self.scores.reversed()
-        return PairRule(query_documents, key_documents, self.dropout, query_words, key_words, scores)
-
-
-@dataclass(frozen=True)
-class TileInputs:
-    """The rows of one tile, and what its kernel needs to know.
-
-    Attributes:
-        query: [B, Hq, Sq, D]; all sizes are at least 1, strides are free.
-        key, value: [B, Hk, Sk, D] and [B, Hk, Sk, V] with Hq % Hk == 0; query head h reads key/value head
-            h // (Hq // Hk).
-        scale: factor on the scores. It is positive: see :func:`split_scale`.
-        is_causal: whether row t sees only keys 0 … t. Requires Sq == Sk.
-        key_mask: bool [B, Hk, Sk], True = ignore this key; None for none.
-        band: a band that is neither causal nor full, else None. Only for kernels with ``takes_bands``, or for a tile
-            that :meth:`reversed` makes causal.
-        rule: documents, dropout and score_mod; None without. Only for :mod:`ring_backends.kernels.pairwise`.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scale: float
-    is_causal: bool = False
-    key_mask: Tensor | None = None
-    band: Band | None = None
-    rule: PairRule | None = None
-
-    def __post_init__(self) -> None:  # the arguments of users were checked before
-        query, key, value = shapes = self.query.shape, self.key.shape, self.value.shape
-        batch, num_heads, seq_q, head_dim = query
-        _, num_kv_heads, seq_k, value_dim = value
-        # The ATen CPU operator dereferences a null pointer if there is no key.
-        assert 0 not in query, shapes
-        assert 0 not in value, shapes
-        assert key == (batch, num_kv_heads, seq_k, head_dim), shapes
-        assert value == (batch, num_kv_heads, seq_k, value_dim), shapes
-        assert num_heads % num_kv_heads == 0, shapes
-        assert not self.is_causal or seq_q == seq_k, f"a causal tile is square, got {seq_q} x {seq_k}"
-        if self.key_mask is not None:
-            assert self.key_mask.dtype == torch.bool, self.key_mask.dtype
-            assert self.key_mask.shape == (batch, num_kv_heads, seq_k), (self.key_mask.shape, key)
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.query, self.key, self.value
-
-    def reversed(self) -> TileInputs:
-        """The rows of an anticausal tile in reverse order, in which it is causal."""
-        mask = None if self.key_mask is None else self.key_mask.flip(2)
-        rule = None if self.rule is None else self.rule.reversed()
-        query, key, value = (x.flip(2) for x in self.tensors)
-        return TileInputs(query, key, value, self.scale, True, mask, rule=rule)
-
-
 class Kernel(ABC):
     """One implementation of tile attention. It has no state: the registry holds one instance of each.
 
@@ -196,15 +107,10 @@ class Kernel(ABC):
         dtypes: the dtypes it supports.
         operators: the private operators of torch that it calls, as in :mod:`ring_backends.kernels.operators`.
         unverified: a sentence about what the project's tests have not run; None if they run everything.
-        prefers_contiguous: whether it is faster to copy strided rows into contiguous memory first, except those of out
-            in a backward, which it reads once.
-        gathers_rows_outermost: whether copies of strided rows get the memory layout [B, S, H, D], if it does not prefer
-            contiguous ones. The rows of out and grad_out then always have it.
-        reads_strided_rows: whether it is as fast on strided rows as on copies. Tiles are then cut to avoid copies.
+        reads_in_place: whether it reads the rows of a step where they lie. Tiles then need no memory, and are not cut.
         has_dropout: whether it can run calls with dropout.
         has_score_mod: whether it can run calls with a score_mod, at least with some.
-        takes_value_dim: whether V may differ from D. For other kernels, the narrower rows are padded with zeros
-            (:mod:`ring_backends.kernels.widths`).
+        takes_value_dim: whether V may differ from D. For other kernels, the narrower rows are padded with zeros.
         takes_bands: whether it runs tiles with any band. Other kernels run full and causal tiles.
         reads_ignored_keys: whether a NaN in a key that ``key_mask`` ignores would reach results. The engine then sets
             ignored keys and values to 0.
@@ -215,9 +121,7 @@ class Kernel(ABC):
     dtypes: ClassVar[tuple[torch.dtype, ...]]
     operators: ClassVar[tuple[str, ...]] = ()
     unverified: ClassVar[str | None] = None
-    prefers_contiguous: ClassVar[bool] = False
-    gathers_rows_outermost: ClassVar[bool] = False
-    reads_strided_rows: ClassVar[bool] = False
+    reads_in_place: ClassVar[bool] = False
     has_dropout: ClassVar[bool] = False
     has_score_mod: ClassVar[bool] = False
     takes_value_dim: ClassVar[bool] = False
@@ -245,8 +149,44 @@ class Kernel(ABC):
         return 1
 
     @abstractmethod
+    def forward_step(
+        self, tiles: Sequence[Tile], rows: StepRows, arrived: PackedParcels | None, out: StepOut, memory: RowMemory
+    ) -> None:
+        """Merge the results of all tiles of a step into those of their block of heads, without gradient tracking.
+
+        Args:
+            tiles: the tiles of one step. If the kernel has ``reads_in_place``, those of one branch are not cut. Then
+                two of them have the same query rows of a head or no query row in common. The same holds for their keys.
+            rows: this rank's rows.
+            arrived: the parcels of K, V and marks that tiles with keys of other ranks read.
+            out: takes the results. Those of a tile with ``opens_queries`` are stored, and not merged.
+            memory: for copies of rows.
+        """
+
+    @abstractmethod
+    def backward_step(
+        self,
+        tiles: Sequence[Tile],
+        rows: StepRows,
+        arrived: PackedParcels | None,
+        saved: SavedRows,
+        grads: StepGrads,
+        passed_on: PackedParcels | None,
+        memory: RowMemory,
+    ) -> None:
+        """Add up the gradients of all tiles of a step. Those of keys of other ranks are added to ``passed_on``.
+
+        Args:
+            tiles, rows, arrived, memory: as in :meth:`forward_step`.
+            saved: the gradient of out, and the out and LSE of the softmax over *all* keys.
+            grads: takes the gradients of this rank's rows. Those of tiles with ``opens_queries`` or ``opens_keys`` are
+                stored, and not added.
+            passed_on: the parcels of dK and dV; None if no tile has keys of other ranks.
+        """
+
+    @abstractmethod
     def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
-        """Attend from every query row to the keys of this tile. Called without gradient tracking.
+        """Attend from every query row to the keys of a single tile.
 
         Returns:
             (out, lse): out [B, Hq, Sq, V] in the dtype of query; lse [B, Hq, Sq] in the statistics dtype. A row whose
@@ -255,7 +195,7 @@ class Kernel(ABC):
 
     @abstractmethod
     def backward(self, tile: TileInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute this tile's contribution to the gradients of the global softmax.
+        """Compute the contribution of a single tile to the gradients of the global softmax.
 
         Args:
             grad_out, out: [B, Hq, Sq, V], any float dtype.
@@ -267,54 +207,38 @@ class Kernel(ABC):
         """
 
 
-@lru_cache
-def split_scale(scale: float) -> tuple[float, float]:
-    """Split a factor on the scores into a sign for the queries (1, −1 or 0) and a positive factor for kernels.
+class StepKernels:
+    """Computes the steps of one forward or backward, each tile with the kernel of its branch.
 
-    Many kernels set the score of a hidden pair to −inf before they scale it, so any other factor would give NaN. A
-    factor that is 0 in fp32 counts as 0.
+    Args:
+        kernel: computes the tiles.
+        in_place: the kernels that compute some branches instead, by the branch's index.
     """
-    if abs(scale) < torch.finfo(torch.float32).tiny:
-        return 0.0, 1.0
-    return math.copysign(1.0, scale), abs(scale)
 
+    def __init__(self, kernel: Kernel, in_place: Mapping[int, Kernel]) -> None:
+        self._kernel, self._in_place, self._memory = kernel, in_place, RowMemory()
 
-def blind_rows(key_mask: Tensor, num_heads: int, seq_q: int, is_causal: bool) -> Tensor:
-    """Which query rows see no key because of ``key_mask`` [B, Hk, Sk]: bool [B, Hq, Sq].
+    def forward_step(self, tiles: Sequence[Tile], rows: StepRows, arrived: PackedParcels | None, out: StepOut) -> None:
+        """As :meth:`Kernel.forward_step`."""
+        for kernel, group in self._groups(tiles):
+            kernel.forward_step(group, rows, arrived, out, self._memory)
 
-    The operators return different LSEs for such rows (0, NaN, −inf). So the rows are found from the mask.
-    """
-    if is_causal:
-        blind = (~key_mask).cumsum(-1, dtype=torch.int32) == 0
-    else:
-        blind = key_mask.all(-1, keepdim=True).expand(-1, -1, seq_q)
-    return blind.repeat_interleave(num_heads // key_mask.shape[1], dim=1)
+    def backward_step(
+        self,
+        tiles: Sequence[Tile],
+        rows: StepRows,
+        arrived: PackedParcels | None,
+        saved: SavedRows,
+        grads: StepGrads,
+        passed_on: PackedParcels | None,
+    ) -> None:
+        """As :meth:`Kernel.backward_step`."""
+        for kernel, group in self._groups(tiles):
+            kernel.backward_step(group, rows, arrived, saved, grads, passed_on, self._memory)
 
-
-def blank_rows(out: Tensor, lse: Tensor, key_mask: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Set out = 0 and LSE = −inf in the rows that see no key."""
-    blind = blind_rows(key_mask, out.shape[1], out.shape[2], is_causal)
-    return out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -torch.inf)
-
-
-def lse_for_backward(lse: Tensor) -> Tensor:
-    """Replace −inf by +inf in the LSE. P = exp(S − LSE) is then 0, and not NaN, in rows that see no key.
-
-    The CUDA operators themselves use +inf for rows beyond the end of the sequence.
-    """
-    return lse.nan_to_num(torch.nan, torch.inf, torch.inf)
-
-
-def expand_heads(x: Tensor, num_heads: int) -> Tensor:
-    """Repeat key or value [B, Hk, …] to [B, Hq, …], for operators that do not support grouped heads."""
-    repeats = num_heads // x.shape[1]
-    return x if repeats == 1 else x.repeat_interleave(repeats, dim=1)
-
-
-def sum_heads(grad: Tensor, num_kv_heads: int) -> Tensor:
-    """Sum a gradient [B, Hq, Sk, D] after :func:`expand_heads` to [B, Hk, Sk, D], in the statistics dtype."""
-    repeats = grad.shape[1] // num_kv_heads
-    if repeats == 1:
-        return grad
-    grouped: Tensor = grad.unflatten(1, (num_kv_heads, repeats))
-    return grouped.sum(2, dtype=statistics_dtype(grad.dtype))
+    def _groups(self, tiles: Sequence[Tile]) -> Iterable[tuple[Kernel, Sequence[Tile]]]:
+        """Split the tiles by their kernel."""
+        if not self._in_place:
+            return ((self._kernel, tiles),) if tiles else ()
+        groups = groupby(tiles, key=lambda tile: self._in_place.get(tile.branch, self._kernel))
+        return [(kernel, tuple(group)) for kernel, group in groups]

@@ -170,6 +170,30 @@ def gather_many(parts: Sequence[Rows]) -> None:
     _move([(part, GATHER) for part in parts])
 
 
+class RowMemory:
+    """Memory for copies of rows, which all tiles of one forward or backward use one after the other."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, Tensor] = {}
+        self._copies: dict[str, Rows] = {}
+
+    def copy(self, name: str, tensor: Tensor, rows: DilatedRows) -> Tensor:
+        """A contiguous copy of the rows. It is valid until the next one of that name."""
+        last = self._copies.pop(name, None)
+        if last is not None and last.tensor is tensor and last.rows == rows:
+            self._copies[name] = last
+            return last.values
+        del last  # frees the memory if it is too small
+        shape = gathered_shape(tensor, rows)
+        size = math.prod(shape)
+        if name not in self._memory or self._memory[name].numel() < size:
+            self._memory.pop(name, None)
+            self._memory[name] = tensor.new_empty(size)
+        copied = self._copies[name] = Rows(tensor, rows, self._memory[name][:size].view(shape))
+        gather_many([copied])
+        return copied.values
+
+
 def scatter(tensor: Tensor, rows: DilatedRows, values: Tensor) -> None:
     """Copy ``values``, [batch * segments, heads, rows, …], into the rows of ``tensor``."""
     scatter_many([Rows(tensor, rows, values)])

@@ -1,7 +1,4 @@
-"""The optional part of a kernel's interface: all tiles of one step at once, in place.
-
-A kernel of this kind reads the rows of a step where they lie and adds its results to the sums of a block of heads. So
-nothing is gathered, scattered or merged outside of the kernel, and tiles are not cut.
+"""What the kernel of a step reads and writes: this rank's rows, parcels of other ranks' rows, and results.
 
 Tensors are [batch, local seq, heads, …]; LSE is [batch, local seq, heads]. Keys that arrived from another rank lie in
 one buffer of packed parcels (:class:`PackedParcels`).
@@ -9,21 +6,20 @@ one buffer of packed parcels (:class:`PackedParcels`).
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ring_backends.kernels.base import Kernel
 from ring_backends.kernels.constants import constant
 from ring_backends.kernels.dropout import Dropout
 from ring_backends.kernels.score_mod import ScoreMod, TranslatedScoreMod
 from ring_backends.kernels.triton_score_mod import Translation, translate
-from ring_backends.schedule.rank_plan import HeadBlock, Parcel, Tile
+from ring_backends.schedule.rank_plan import HeadBlock, Parcel, ParcelPart, ParcelRows, Tile
 from ring_backends.torch_internals import mode_of
 
 
@@ -33,6 +29,7 @@ class StepRows:
 
     Attributes:
         query: multiplied by the sign of the call's scale.
+        scale: positive factor on the scores (:func:`split_scale`).
         key_marks: [batch, local seq, key/value heads]. Without documents, it is bool, and True for a key to ignore.
             With documents, it holds the document number of each key, or −1 for a key to ignore.
         query_documents: [batch, local seq, heads], the document number of each query, or −2 for none.
@@ -46,6 +43,7 @@ class StepRows:
     query: Tensor
     key: Tensor
     value: Tensor
+    scale: float
     key_marks: Tensor | None = None
     query_documents: Tensor | None = None
     dropout: Dropout | None = None
@@ -55,6 +53,11 @@ class StepRows:
     score_mod: ScoreMod | None = None
     positions: Tensor | None = None
     first_head: int = 0
+
+    def key_words_at(self, positions: Tensor) -> Tensor:
+        """The words of the keys at these positions that dropout hashes: int32, shaped as ``positions``."""
+        assert self.dropout is not None
+        return self.dropout.key_words(self.dropout_seed, positions)
 
     @cached_property
     def translation(self) -> Translation | None:
@@ -86,6 +89,26 @@ def _heads(tensor: Tensor | None, heads: slice) -> Tensor | None:
     return None if tensor is None else tensor[:, :, heads]
 
 
+@dataclass(frozen=True)
+class SavedRows:
+    """What the backward of one block of heads takes from the forward, and the gradient of its out.
+
+    Attributes:
+        out, grad_out: [batch, local seq, heads, value_dim].
+        lse: [batch, local seq, heads].
+    """
+
+    out: Tensor
+    lse: Tensor
+    grad_out: Tensor
+
+    def block(self, block: HeadBlock) -> SavedRows:
+        """The rows of the heads of one block."""
+        if block.has_all_heads:
+            return self
+        return SavedRows(*(x[:, :, block.heads] for x in (self.out, self.lse, self.grad_out)))
+
+
 class Grads(NamedTuple):
     """Gradients of query, key and value: results, or sums in the statistics dtype that tiles are added to."""
 
@@ -104,72 +127,57 @@ class PackedParcels(Protocol):
         """The byte offsets of the slices of ``parcel``: of K, V and their marks, or of dK and dV."""
         ...
 
+    def rows(self, rows: ParcelRows) -> tuple[Tensor, Tensor, Tensor | None]:
+        """K, V and the marks of the rows, [batch, streams, rows, …]."""
+        ...
 
-class StepKernel(Kernel):
-    """A kernel that computes all tiles of a step at once.
+    def add(self, rows: ParcelRows, grad_key: Tensor, grad_value: Tensor) -> None:
+        """Add dK and dV, [batch, streams, rows, …], to those of the rows."""
+        ...
 
-    The tiles of a step that belong to the same branch must not be cut. Then two of them have the same query rows of a
-    head or no query row in common. The same holds for their keys.
+
+class StepOut(Protocol):
+    """out and LSE of one block of heads, which take the results of tiles."""
+
+    def of(self, tile: Tile) -> tuple[Tensor, Tensor]:
+        """The out and LSE that the results of a tile are merged into, in place.
+
+        out: sums in the statistics dtype, or the result in the dtype of the inputs. LSE is in the statistics dtype.
+        """
+        ...
+
+    def merge_tile(self, tile: Tile, tile_out: Tensor, tile_lse: Tensor) -> None:
+        """Merge the results of a tile, [batch * segments, heads, rows, …]."""
+        ...
+
+
+class StepGrads(Protocol):
+    """The gradients of one block of heads, which take those of tiles."""
+
+    def of(self, tile: Tile) -> Grads:
+        """What the gradients of a tile are added to, in place."""
+        ...
+
+    def add_tile(self, tile: Tile, tile_grads: Sequence[Tensor], parcels: PackedParcels | None) -> None:
+        """Add the gradients of a tile, [batch * segments, heads, rows, …]: of other ranks' keys, to ``parcels``."""
+        ...
+
+
+@lru_cache
+def split_scale(scale: float) -> tuple[float, float]:
+    """Split a factor on the scores into a sign for the queries (1, −1 or 0) and a positive factor for kernels.
+
+    Many kernels set the score of a hidden pair to −inf before they scale it, so any other factor would give NaN. A
+    factor that is 0 in fp32 counts as 0.
     """
-
-    @abstractmethod
-    def forward_into(
-        self,
-        tiles: Sequence[Tile],
-        rows: StepRows,
-        arrived: PackedParcels | None,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        scale: float,
-    ) -> None:
-        """Merge the results of all tiles into ``out`` and ``lse`` of their block of heads, in place.
-
-        The results of a tile with ``opens_queries`` are stored, and not merged.
-
-        Args:
-            tiles: the tiles of one step.
-            rows: this rank's rows.
-            arrived: the parcels of K, V and marks that tiles with remote keys read.
-            out: sums in the statistics dtype, or the result in the dtype of the inputs.
-            lse: in the statistics dtype.
-            scale: positive factor on the scores.
-        """
-
-    @abstractmethod
-    def backward_into(
-        self,
-        tiles: Sequence[Tile],
-        rows: StepRows,
-        arrived: PackedParcels | None,
-        grad_out: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        sums: Grads,
-        passed_on: PackedParcels | None,
-        *,
-        scale: float,
-    ) -> None:
-        """Add the gradients of all tiles to ``sums``, and those of remote keys to ``passed_on``, in place.
-
-        The gradients of tiles with ``opens_queries`` or ``opens_keys`` are stored, and not added.
-
-        Args:
-            tiles, rows, arrived, scale: as in :meth:`forward_into`.
-            grad_out, out, lse: those of the global softmax, of the block's heads.
-            sums: the gradients of this rank's rows.
-            passed_on: the parcels of dK and dV; None if no tile has remote keys.
-        """
+    if abs(scale) < torch.finfo(torch.float32).tiny:
+        return 0.0, 1.0
+    return math.copysign(1.0, scale), abs(scale)
 
 
-def parcel_key_words(rows: StepRows, parcel: Parcel) -> Tensor:
-    """Compute the words of a parcel's keys that dropout hashes, from their positions: int32 [streams, rows]."""
-    assert rows.dropout is not None
-    return rows.dropout.key_words(rows.dropout_seed, parcel_positions(parcel, rows.key))
-
-
-def parcel_positions(parcel: Parcel, like: Tensor) -> Tensor:
-    """The global positions of a parcel's keys: int64 [streams, rows], on the device of ``like``."""
-    first = constant(parcel.first_positions, like)[:, None]
+def part_positions(part: ParcelPart, like: Tensor) -> Tensor:
+    """The global positions of the keys of a part of a parcel: int64 [streams, rows], on the device of ``like``."""
+    parcel, rows = part.parcel, part.row_range
+    first = constant(tuple(parcel.first_positions[stream] for stream in part.streams), like)[:, None]
     with mode_of(first):
-        return first + parcel.source.rate * torch.arange(parcel.rows, device=first.device)
+        return first + parcel.source.rate * torch.arange(rows.start, rows.stop, device=first.device)

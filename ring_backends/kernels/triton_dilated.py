@@ -1,6 +1,6 @@
 """Dilated attention in Triton: reads dilated rows in place, and computes a step of one branch in one launch.
 
-Forward and backward take all tiles of a step (:class:`~ring_backends.kernels.steps.StepKernel`). Key masks, documents,
+Nothing is gathered, scattered or merged outside of these launches, and tiles are not cut. Key masks, documents,
 dropout and a score_mod (``triton_score_mod.py``) are computed inside. A NaN in an ignored key reaches nothing. A NaN or
 inf in another key or value may reach rows of the same block that do not see it. Results are the same in every run.
 
@@ -11,7 +11,7 @@ kernels on CPU tensors, for tests.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -19,26 +19,29 @@ import torch
 from torch import Tensor
 
 from ring_backends.kernels import triton_launch
-from ring_backends.kernels.base import RAN_ON_ONE_GPU, KernelInputs, TileInputs
+from ring_backends.kernels.base import RAN_ON_ONE_GPU, TILE_SPAN, Kernel, KernelInputs
+from ring_backends.kernels.gather_rows import RowMemory
 from ring_backends.kernels.score_mod import ScoreMod, TranslatedScoreMod
-from ring_backends.kernels.steps import Grads, PackedParcels, StepKernel, StepRows
+from ring_backends.kernels.steps import Grads, PackedParcels, SavedRows, StepGrads, StepOut, StepRows
+from ring_backends.kernels.tile import TileInputs
 from ring_backends.kernels.triton_launch import Launch
 from ring_backends.kernels.triton_score_mod import UntranslatableError, translate
 from ring_backends.schedule.bands import CAUSAL, Band
 from ring_backends.schedule.rank_plan import Tile
 from ring_backends.schedule.rows import DilatedRows, HeadRun
-from ring_backends.torch_internals import has_values
+from ring_backends.torch_internals import has_values, span
 
 MAX_HEAD_DIM = 256
 
 
-class TritonDilatedKernel(StepKernel):
+class TritonDilatedKernel(Kernel):
     """The kernels in ``triton_forward.py``, ``triton_grad_query.py`` and ``triton_grad_key_value.py``."""
 
     name = "triton_dilated"
     device_types = ("cuda",)
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     unverified = RAN_ON_ONE_GPU
+    reads_in_place = True
     has_dropout = True
     has_score_mod = True
     takes_value_dim = True
@@ -71,55 +74,68 @@ class TritonDilatedKernel(StepKernel):
         depends_on_pairs = inputs.has_key_mask or inputs.has_documents or inputs.has_dropout or inputs.has_score_mod
         return 0 if inputs.device.type == "cuda" and depends_on_pairs else 1
 
+    def forward_step(
+        self, tiles: Sequence[Tile], rows: StepRows, arrived: PackedParcels | None, out: StepOut, memory: RowMemory
+    ) -> None:
+        with span(TILE_SPAN):
+            _forward(tiles, rows, arrived, out.of)
+
+    def backward_step(
+        self,
+        tiles: Sequence[Tile],
+        rows: StepRows,
+        arrived: PackedParcels | None,
+        saved: SavedRows,
+        grads: StepGrads,
+        passed_on: PackedParcels | None,
+        memory: RowMemory,
+    ) -> None:
+        with span(TILE_SPAN):
+            _backward(tiles, rows, arrived, saved, grads.of, passed_on)
+
     def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
         query = tile.query
         out = query.new_empty(*query.shape[:3], tile.value.shape[3])
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
         into = out.transpose(1, 2), lse.transpose(1, 2)
-        self.forward_into(_tiles(tile), _rows(tile), None, *into, scale=tile.scale)
+        _forward(_tiles(tile), _rows(tile), None, lambda _: into)
         return out, lse
 
     def backward(self, tile: TileInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         grad_query, grad_key, grad_value = (x.new_empty(x.shape, dtype=torch.float32) for x in tile.tensors)
         sums = Grads(*(x.transpose(1, 2) for x in (grad_query, grad_key, grad_value)))
-        grad_out, out, lse = (x.transpose(1, 2) for x in (grad_out.to(tile.query.dtype), out, lse))
-        self.backward_into(_tiles(tile), _rows(tile), None, grad_out, out, lse, sums, None, scale=tile.scale)
+        saved = SavedRows(*(x.transpose(1, 2) for x in (out, lse, grad_out.to(tile.query.dtype))))
+        _backward(_tiles(tile), _rows(tile), None, saved, lambda _: sums, None)
         return grad_query, grad_key, grad_value
 
-    def forward_into(
-        self,
-        tiles: Sequence[Tile],
-        rows: StepRows,
-        arrived: PackedParcels | None,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        scale: float,
-    ) -> None:
-        if not has_values(out):
-            return
-        for launch in Launch.of_step(tiles, rows, arrived, None):
-            launch.run("forward", (out, lse), scale)
 
-    def backward_into(
-        self,
-        tiles: Sequence[Tile],
-        rows: StepRows,
-        arrived: PackedParcels | None,
-        grad_out: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        sums: Grads,
-        passed_on: PackedParcels | None,
-        *,
-        scale: float,
-    ) -> None:
-        if not has_values(grad_out):
-            return
-        for launch in Launch.of_step(tiles, rows, arrived, passed_on):
-            statistics = lse.new_empty(lse.shape[0], 2, launch.table.num_numbers)
-            launch.run("grad_query", (grad_out, out, lse, statistics, sums.query), scale)
-            launch.run("grad_key_value", (grad_out, statistics, *launch.key_grads(sums, passed_on)), scale)
+def _forward(
+    tiles: Sequence[Tile],
+    rows: StepRows,
+    arrived: PackedParcels | None,
+    result_of: Callable[[Tile], tuple[Tensor, Tensor]],
+) -> None:
+    if not has_values(rows.query):
+        return
+    for launch in Launch.of_step(tiles, rows, arrived, None):
+        launch.run("forward", result_of(launch.tile))
+
+
+def _backward(
+    tiles: Sequence[Tile],
+    rows: StepRows,
+    arrived: PackedParcels | None,
+    saved: SavedRows,
+    grads_of: Callable[[Tile], Grads],
+    passed_on: PackedParcels | None,
+) -> None:
+    if not has_values(rows.query):
+        return
+    for launch in Launch.of_step(tiles, rows, arrived, passed_on):
+        grads, lse = grads_of(launch.tile), saved.lse
+        statistics = lse.new_empty(lse.shape[0], 2, launch.table.num_numbers)
+        launch.run("grad_query", (saved.grad_out, saved.out, lse, statistics, grads.query))
+        launch.run("grad_key_value", (saved.grad_out, statistics, *launch.key_grads(grads, passed_on)))
 
 
 def _not_translated(score_mod: ScoreMod) -> list[str]:
@@ -137,7 +153,7 @@ def _rows(tile: TileInputs) -> StepRows:
     """The tensors and the mask of a single tile as the rows of a step."""
     mask = None if tile.key_mask is None else tile.key_mask.transpose(1, 2)
     query, key, value = (x.transpose(1, 2) for x in tile.tensors)
-    return StepRows(query, key, value, mask)
+    return StepRows(query, key, value, tile.scale, mask)
 
 
 def _tiles(tile: TileInputs) -> tuple[Tile, ...]:

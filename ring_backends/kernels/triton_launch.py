@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ring_backends.kernels.constants import keep_if_captured
-from ring_backends.kernels.steps import Grads, PackedParcels, StepRows, parcel_key_words, parcel_positions
+from ring_backends.kernels.steps import Grads, PackedParcels, StepRows, part_positions
 from ring_backends.kernels.tile_table import Offsets, TileTable, launches, parcels, tile_table
-from ring_backends.schedule.rank_plan import Parcel, Tile
+from ring_backends.schedule.rank_plan import Parcel, ParcelPart, Tile
 
 NO_MARKS, MASK, DOCUMENTS = range(3)
 NO_WORDS, DROPOUT, POSITIONS = range(3)
@@ -200,10 +200,12 @@ class Launch:
 
     Attributes:
         rows: this rank's rows.
+        tile: the first tile.
         queries, keys: words are those that dropout hashes, or for a score_mod the global positions.
     """
 
     rows: StepRows
+    tile: Tile
     table: TileTable
     queries: QuerySources
     keys: KeySources
@@ -228,9 +230,9 @@ class Launch:
                     words = torch.cat([_words_of_parcel(rows, parcel).flatten() for parcel in sent])
             table = keep_if_captured(tile_table(group, offsets, key.device), key.device)
             of_keys = [Source.of(x) for x in (key, value, marks, words)]
-            yield cls(rows, table, QuerySources(table.queries, *of_queries), KeySources(table.keys, *of_keys))
+            yield cls(rows, group[0], table, QuerySources(table.queries, *of_queries), KeySources(table.keys, *of_keys))
 
-    def run(self, name: str, tensors: Sequence[Tensor], scale: float) -> None:
+    def run(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Run the kernel called ``name``, a field of :class:`Kernels`.
 
         Args:
@@ -249,7 +251,7 @@ class Launch:
             *map(Source.of, tensors),
             OwnerTables(work, owners.bounds, owners.links),
             num_programs,
-            scale,
+            rows.scale,
             0 if dropout is None else dropout.threshold,
             1.0 if dropout is None else dropout.weight,
             rows.first_head,
@@ -344,7 +346,9 @@ def _words(rows: StepRows, of_dropout: Tensor | None) -> Tensor | None:
 
 def _words_of_parcel(rows: StepRows, parcel: Parcel) -> Tensor:
     """The words of a parcel's keys: [streams, rows]."""
-    return parcel_key_words(rows, parcel) if rows.score_mod is None else parcel_positions(parcel, rows.key)
+    everything = ParcelPart(parcel, tuple(range(parcel.num_streams)), range(parcel.rows))
+    positions = part_positions(everything, rows.key)
+    return rows.key_words_at(positions) if rows.score_mod is None else positions
 
 
 def _offsets(

@@ -17,7 +17,7 @@ from ring_backends import DilatedPattern, dilated_attention
 from ring_backends.engine import call
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels import aten_cpu
-from ring_backends.kernels.base import split_scale
+from ring_backends.kernels.steps import split_scale
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.testing.calls import Results, expected, largest, local_call, whole
@@ -158,7 +158,7 @@ def test_a_sparse_branch_takes_few_hops(layout: str, is_causal: bool, dtype: tor
 def test_kernels_get_a_positive_scale(scale: float) -> None:
     case = AttentionCase(128, (64, 128), (1, 2), 2, 4, 2, 16, is_causal=True, scale=scale, dtype=torch.float64)
     # With any other scale, torch's operator returns NaN, and the math kernel computes the tile again.
-    with mock.patch.object(aten_cpu, "_MATH", None):
+    with mock.patch.object(aten_cpu, "blockwise", None):
         results = single_device_results(case, kernel="aten_cpu_flash")
     check_exact(results, expected(case))
     assert split_scale(1e-45) == split_scale(0.0) == (0.0, 1.0)

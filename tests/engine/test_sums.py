@@ -13,10 +13,10 @@ from test_synchronisation import no_hops, run
 from triton_interpreter import results
 
 from ring_backends import DilatedPattern
-from ring_backends.engine import tiles
 from ring_backends.engine.call import check_call
 from ring_backends.engine.inputs import AttentionInputs
-from ring_backends.engine.tiles import TileRunner
+from ring_backends.engine.sums import BlockOut
+from ring_backends.kernels import per_tile
 from ring_backends.kernels.gather_rows import gather
 from ring_backends.kernels.math import MathKernel
 from ring_backends.ring.ring import Ring
@@ -66,12 +66,12 @@ def test_tiles_cut_by_lattices(num_kv_heads: int, head_mode: str) -> None:
     case = AttentionCase(96, (12, 48, 96), (2, 3, 8), batch=2, dtype=torch.float64, **heads)
     with (
         mock.patch.object(MathKernel, "reads_strided_rows", True),
-        mock.patch.object(tiles, "MIN_PART_FLOPS", 0),
-        mock.patch.object(TileRunner, "forward", autospec=True, side_effect=TileRunner.forward) as forward,
+        mock.patch.object(per_tile, "MIN_PART_FLOPS", 0),
+        mock.patch.object(BlockOut, "merge_tile", autospec=True, side_effect=BlockOut.merge_tile) as merged,
     ):
         check_results(results(case, kernel="math"), expected(case), 1e-12)
     if num_kv_heads == 8 and head_mode == "all":
-        cut = [call.args[1] for call in forward.call_args_list]
+        cut = [call.args[1] for call in merged.call_args_list]
         assert len(cut) > len(case.segment_lengths)
         assert all(len(tile.lattices) == 1 for tile in cut)
 

@@ -18,8 +18,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from ring_backends.engine.tiles import TileRunner
 from ring_backends.errors import RingPeerError
+from ring_backends.kernels.per_tile import PerTileKernel
 from ring_backends.testing.calls import case_of_ring, local_call
 from ring_backends.testing.capabilities import AdapterSuite, requires
 from ring_backends.testing.failing_calls import A_MOMENT, AT_ONCE, ODD_RANK, SHORT, SMALL_CASE, Ended, ending, shorten
@@ -42,7 +42,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "exits": lambda: os._exit(3),
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "raises": lambda: mock.patch.multiple(TileRunner, forward=_raise, backward=_raise).start(),
+    "raises": lambda: mock.patch.multiple(PerTileKernel, forward_step=_raise, backward_step=_raise).start(),
     "late": lambda: time.sleep(LATE),
 }
 """What happens on rank 1 of the first ring before it posts a hop. ``"raises"``: the tile of this hop raises."""

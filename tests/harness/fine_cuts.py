@@ -8,7 +8,7 @@ from dataclasses import replace
 from unittest import mock
 
 from ring_backends.engine.call import forget_calls
-from ring_backends.kernels import pairwise
+from ring_backends.kernels import documents
 from ring_backends.schedule import limits, tiling, travel, trees
 
 
@@ -24,7 +24,7 @@ def fine_cuts(min_bytes: int = 16) -> Iterator[None]:
         mock.patch.object(limits, "ON_CPU", fine),
         mock.patch.multiple(tiling, MIN_TILE_ROWS=2, MIN_ROWS_OF_PART=2),
         mock.patch.multiple(tiling, FORWARD_TILE_SHARE=0, BACKWARD_TILE_SHARE=0),
-        mock.patch.multiple(pairwise, BLOCK=3, MIN_MEAN_RUN=2),
+        mock.patch.multiple(documents, BLOCK=3, MIN_MEAN_RUN=2),
     ):
         forget_calls()
         yield

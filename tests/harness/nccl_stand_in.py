@@ -45,7 +45,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.engine import recomputation
 from ring_backends.engine.inputs import AttentionInputs
-from ring_backends.kernels import aten_cpu, math
+from ring_backends.kernels import aten_cpu, blockwise
 from ring_backends.ring import rendezvous, stream_hops, transfer
 
 DEVICE = torch.device("cpu")
@@ -687,7 +687,7 @@ def simulated_gpu() -> Iterator[Process]:
         (torch.cuda, "synchronize", synchronize),
         (torch.cuda, "Event", _forbidden),
         (aten_cpu, "all_finite", lambda *_: True),  # else the host would wait for each tile
-        (math, "_is_finite", lambda tensor: False),
+        (blockwise, "_is_finite", lambda tensor: False),
         (RingDilatedAttention, "_attend", _on_gpu(RingDilatedAttention._attend)),
         (recomputation, "in_dispatch_mode", lambda: torch._C._len_torch_dispatch_stack() > 1),
         (recomputation, "without_dispatch_modes", _gpu_alone),

@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ring_backends.kernels import Kernel, KernelInputs, TileInputs, kernels, widths
+from ring_backends.kernels import Kernel, KernelInputs, TileInputs, kernels
 from ring_backends.kernels.aten_cpu import AtenCpuFlashKernel
 from ring_backends.kernels.aten_cuda import AtenCudaEfficientKernel, AtenCudaFlashKernel
 from ring_backends.kernels.aten_cudnn import AtenCudaCudnnKernel
 from ring_backends.kernels.math import MathKernel
 from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.kernels.per_tile import backward_tile, forward_tile
 from ring_backends.schedule.bands import CAUSAL, Band, trimmed
 from ring_backends.testing.calls import difference, largest
 
@@ -246,7 +247,7 @@ def run_tiles(kernel: Kernel, case: Case, dtype: torch.dtype, device: str) -> di
         mask = key_mask[:, :, keys] if case.masked else None
         tiles.append(TileInputs(query, key[:, :, keys], value[:, :, keys], case.scale, is_causal, mask, band))
 
-    forwards = [widths.forward(kernel, tile) for tile in tiles]
+    forwards = [forward_tile(kernel, tile) for tile in tiles]
     assert all((x.dtype, y.dtype) == (dtype, statistics_dtype(dtype)) for x, y in forwards)
     lse = torch.logaddexp(*(tile_lse.double() for _, tile_lse in forwards))
     shift = lse.masked_fill(lse == -torch.inf, 0.0)
@@ -254,7 +255,7 @@ def run_tiles(kernel: Kernel, case: Case, dtype: torch.dtype, device: str) -> di
 
     # Rows are the outermost dim of the LSE in memory, as of the CPU operator's.
     given = LAYOUTS[case.layout](out.to(dtype)), LAYOUTS["heads inside"](lse.to(statistics_dtype(dtype)))
-    grads = [widths.backward(kernel, tile, grad_out, *given) for tile in tiles]
+    grads = [backward_tile(kernel, tile, grad_out, *given) for tile in tiles]
     assert all(grad.dtype in (dtype, statistics_dtype(dtype)) for tile_grads in grads for grad in tile_grads)
     assert versions == [x._version for x in (query, key, value, grad_out, key_mask)], "the kernel modified an input"
     (dq1, *of_first), (dq2, *of_second) = grads

@@ -1,16 +1,11 @@
-"""Runs a tile with its kernel, also with packed documents, dropout or a score_mod.
+"""Cuts a tile at the ends of packed documents.
 
-With these, visibility or weights depend on a query row and a key together. A tile without them goes to the selected
-kernel as it is.
-
-With documents, a tile is cut at the ends of documents. A part within one document goes to the selected kernel. A part
-whose queries and keys have no document in common is skipped. A part with several documents goes to the math kernel. So
-the other kernels need not support documents, and hidden parts cost nothing. With dropout, a score_mod, or a band other
-than a causal one, the whole tile goes to the math kernel.
+A part whose queries and keys have no document in common is left out. A part within one document has no rule. So kernels
+need not support documents, and hidden parts cost nothing.
 
 Cuts depend on the values of the document numbers. To read them on a GPU, the host would have to wait for it at every
-tile, and on device "meta" they have no values. So only tensors on the CPU are cut. Elsewhere the whole tile goes to the
-math kernel.
+tile, and on device "meta" they have no values. So only tensors on the CPU are cut. Elsewhere the whole tile is one
+part, in which several documents may meet.
 """
 
 from __future__ import annotations
@@ -21,13 +16,8 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
-from ring_backends.kernels import widths
-from ring_backends.kernels.base import Kernel, PairRule, TileInputs
-from ring_backends.kernels.math import MathKernel
-from ring_backends.kernels.merge import merge_, statistics_dtype
+from ring_backends.kernels.tile import PairRule, TileInputs
 from ring_backends.torch_internals import has_values
-
-_MATH = MathKernel()
 
 BLOCK = 256
 """Rows and keys per block if documents are too short to cut at their ends."""
@@ -36,49 +26,7 @@ MIN_MEAN_RUN = 32
 """A tile is cut at the ends of documents if they have at least this many rows on average."""
 
 
-def forward(kernel: Kernel, tile: TileInputs) -> tuple[Tensor, Tensor]:
-    """As :meth:`Kernel.forward`, also for the pairs that a rule allows, and for any V.
-
-    With documents, out of a full or causal tile is in the statistics dtype.
-    """
-    if tile.rule is None:
-        return widths.forward(kernel, tile)
-    if tile.rule.needs_math or tile.band is not None:
-        return _MATH.forward(tile)
-    query, value, stats = tile.query, tile.value, statistics_dtype(tile.query.dtype)
-    out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=stats)
-    lse = query.new_full(query.shape[:-1], -torch.inf, dtype=stats)
-    for batch, rows, _, part in _parts(tile, tile.rule):
-        results = widths.forward(kernel, part) if part.rule is None else _MATH.forward(part)
-        merge_(out[batch, :, rows], lse[batch, :, rows], *results)
-    return out, lse
-
-
-def backward(
-    kernel: Kernel, tile: TileInputs, grad_out: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As :meth:`Kernel.backward`, also for the pairs that a rule allows, and for any V.
-
-    With a rule, gradients are in the statistics dtype.
-    """
-    if tile.rule is None:
-        return widths.backward(kernel, tile, grad_out, out, lse)
-    if tile.rule.needs_math or tile.band is not None:
-        return _MATH.backward(tile, grad_out, out, lse)
-    stats = statistics_dtype(tile.query.dtype)
-    grad_query, grad_key, grad_value = (
-        torch.zeros_like(x, dtype=stats, memory_format=torch.contiguous_format) for x in tile.tensors
-    )
-    for batch, rows, keys, part in _parts(tile, tile.rule):
-        of_rows = [x[batch, :, rows] for x in (grad_out, out, lse)]
-        grads = widths.backward(kernel, part, *of_rows) if part.rule is None else _MATH.backward(part, *of_rows)
-        grad_query[batch, :, rows] += grads[0]
-        grad_key[batch, :, keys] += grads[1]
-        grad_value[batch, :, keys] += grads[2]
-    return grad_query, grad_key, grad_value
-
-
-def _parts(tile: TileInputs, rule: PairRule) -> Iterator[tuple[slice, slice, slice, TileInputs]]:
+def document_parts(tile: TileInputs, rule: PairRule) -> Iterator[tuple[slice, slice, slice, TileInputs]]:
     """Yield the parts of a tile with documents: batch, rows, keys and inputs, with a rule if several documents meet."""
     for batch, rows, keys, is_causal, some_rule in _cuts(rule, tile.is_causal):
         mask = None if tile.key_mask is None else tile.key_mask[batch, :, keys]
