@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ring_backends.kernels import triton_dilated, triton_launch, triton_rows_launch
-from ring_backends.kernels.gather_rows import gathered_shape
-from ring_backends.kernels.triton_rows_launch import ADD, Rows
+from ring_backends.kernels import rows as dilated
+from ring_backends.kernels import triton_dilated, triton_launch
+from ring_backends.kernels.rows import ADD, Rows, gathered_shape
 from ring_backends.schedule.rows import DilatedRows
 
 ATTENTION = {
@@ -118,18 +118,18 @@ def row_launches(counter: LaunchCounter) -> Iterator[None]:
         for (tensor, rows, values), move in moves:
             read = _size_of_rows(values, rows) if same_rows else _size(values)
             moved += read + _size_of_rows(tensor, rows) * (2 if move == ADD else 1)
-        counter.count("move rows", moved, -(-len(moves) // triton_rows_launch.MAX_TENSORS))
+        counter.count("move rows", moved, -(-len(moves) // dilated.MAX_TENSORS))
 
     def merge_rows(
-        out: Tensor, lse: Tensor, rows: DilatedRows, tile_out: Tensor, tile_lse: Tensor, *, same_rows: bool = False
+        out: Tensor, lse: Tensor, rows: DilatedRows, tile_out: Tensor, tile_lse: Tensor, same_rows: bool
     ) -> None:
         both = (_size_of_rows(x, rows) if same_rows else _size(x) for x in (tile_out, tile_lse))
         counter.count("merge rows", sum(both) + 2 * (_size_of_rows(out, rows) + _size_of_rows(lse, rows)))
 
     with (
-        mock.patch.object(triton_rows_launch, "can_launch", lambda *tensors: all(x.is_meta for x in tensors)),
-        mock.patch.object(triton_rows_launch, "move_rows", move_rows),
-        mock.patch.object(triton_rows_launch, "merge_rows", merge_rows),
+        mock.patch.object(dilated, "can_launch", lambda *tensors: all(x.is_meta for x in tensors)),
+        mock.patch.object(dilated, "_launch_moves", move_rows),
+        mock.patch.object(dilated, "_launch_merge", merge_rows),
     ):
         yield
 

@@ -18,8 +18,7 @@ from gpu_counts import LaunchCounter
 from gpu_replay import Replay, busiest_rank, local_copies
 from typer.testing import CliRunner
 
-from ring_backends.kernels.gather_rows import add_rows, gather_into, scatter_merge
-from ring_backends.kernels.triton_rows_launch import Rows
+from ring_backends.kernels.rows import Rows, add_rows, gather_many, merge_rows
 from ring_backends.schedule.rows import DilatedRows, head_runs
 
 META = torch.device("meta")
@@ -77,16 +76,16 @@ def test_rows_move_as_many_bytes_in_one_launch_as_they_must() -> None:
     counter = LaunchCounter()
     assert len(rows.runs) > 1
     with gpu_counts.row_launches(counter), counter:
-        gather_into(gathered, tensor, rows)
-        scatter_merge(out, lse, rows, gathered, tile_lse)
+        gather_many([Rows(tensor, rows, gathered)])
+        merge_rows(out, lse, rows, gathered, tile_lse)
         add_rows([Rows(out, rows, tensor), Rows(tensor, rows, out)])
     assert counter.launches == {"move rows": 2, "merge rows": 1}
     n = gathered.numel()
     assert counter.bytes == {"move rows": n * (2 + 4) + 2 * n * 3 * 4, "merge rows": n * (2 + 2 * 4) + n // 8 * 3 * 4}
     # The functions are back, and launch once per run at least.
     with LaunchCounter() as counter:
-        gather_into(gathered, tensor, rows)
-        scatter_merge(out, lse, rows, gathered, tile_lse)
+        gather_many([Rows(tensor, rows, gathered)])
+        merge_rows(out, lse, rows, gathered, tile_lse)
     assert counter.launches["copy_"] >= 2 * len(rows.runs)
 
 

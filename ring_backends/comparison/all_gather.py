@@ -22,8 +22,8 @@ from ring_backends.engine.local_rows import local_rows
 from ring_backends.engine.sums import BlockGrads, BlockOut, Result
 from ring_backends.engine.wire_buffers import RowFormat, WireBuffer, wire_layout
 from ring_backends.kernels.base import StepKernels
-from ring_backends.kernels.gather_rows import gather_into, scatter_add
 from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.kernels.rows import Rows, gather_many, scatter_many
 from ring_backends.kernels.steps import SavedRows, StepRows
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.pattern import DilatedPattern
@@ -127,8 +127,7 @@ class AllGatherExecutor:
         for index, parcel in _starting_at(plan):
             here = rows.block(plan.blocks[index])
             key, value, _ = collected.slices(parcel)
-            gather_into(key, here.key, parcel.source)
-            gather_into(value, here.value, parcel.source)
+            gather_many([Rows(here.key, parcel.source, key), Rows(here.value, parcel.source, value)])
         if collected.buffer.numel():
             # all_gather takes a list. The name of the function that takes one tensor depends on the torch release.
             dist.all_gather([*collected.of_ranks], collected.of_ranks[rank].clone(), group=self.ring.group)
@@ -143,10 +142,9 @@ class AllGatherExecutor:
         dist.reduce_scatter(sums, [*parts], group=self.ring.group)
         parts[self.ring.rank] = sums
         for index, parcel in _starting_at(plan):
-            heads = plan.blocks[index].kv_heads
-            key, value, _ = remote.slices(parcel)
-            scatter_add(grad_key[:, :, heads], parcel.source, key)
-            scatter_add(grad_value[:, :, heads], parcel.source, value)
+            heads, values = plan.blocks[index].kv_heads, remote.slices(parcel)
+            grads = grad_key[:, :, heads], grad_value[:, :, heads]
+            scatter_many(added=[Rows(x, parcel.source, y) for x, y in zip(grads, values[:2], strict=True)])
 
     def _formats(self, key: Tensor) -> tuple[RowFormat, RowFormat]:
         """Return the row formats of K and V, and of dK and dV."""

@@ -23,8 +23,8 @@ from torch import Tensor
 from ring_backends.cost.hardware import Hardware
 from ring_backends.cost.machine import median_seconds, synchronize, synchronize_ranks
 from ring_backends.kernels import KernelInputs, TileInputs, select_kernel
-from ring_backends.kernels.gather_rows import gather, scatter_merge
 from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.kernels.rows import gather, merge_rows
 from ring_backends.ring.transfer import post_batch, post_works
 from ring_backends.schedule.rows import DilatedRows, head_runs
 
@@ -137,7 +137,7 @@ class RankProbe:
 
         def gather_and_merge() -> None:
             gather(tensor, lattice)
-            scatter_merge(out, lse, lattice, tile_out, tile_lse)
+            merge_rows(out, lse, lattice, tile_out, tile_lse)
 
         return gather_and_merge
 

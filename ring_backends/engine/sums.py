@@ -9,19 +9,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ring_backends.kernels.gather_rows import (
+from ring_backends.kernels.merge import merge_zero_value_, statistics_dtype
+from ring_backends.kernels.rows import (
+    Rows,
     add_rows,
     fill_rows,
     merge_rows,
     scatter,
     scatter_many,
-    scatter_merge,
     views,
     whole,
 )
-from ring_backends.kernels.merge import merge_zero_value_, statistics_dtype
 from ring_backends.kernels.steps import Grads, PackedParcels
-from ring_backends.kernels.triton_rows_launch import Rows
 from ring_backends.schedule.rank_plan import HeadBlock, Phantom, Tile
 from ring_backends.schedule.rows import DilatedRows
 
@@ -99,7 +98,7 @@ class BlockOut:
             out, lse = self.of(tile)
             scatter_many([Rows(out, tile.queries, tile_out), Rows(lse, tile.queries, tile_lse)])
         else:
-            scatter_merge(*self.of(tile), tile.queries, tile_out, tile_lse)
+            merge_rows(*self.of(tile), tile.queries, tile_out, tile_lse)
 
     def merge_phantom(self, phantom: Phantom) -> None:
         """Merge zero keys into their queries: their scores and values are 0."""
@@ -110,7 +109,7 @@ class BlockOut:
         """Merge the sums into the results."""
         for branch in reversed(self.block.others):
             for rows in branch.queries:
-                merge_rows(*self.results, *self.sums, rows)
+                merge_rows(*self.results, rows, *self.sums, same_rows=True)
             if branch is not self.block.others[0]:  # a row of several branches is merged once
                 fill_rows([(self.sums.lse, rows) for rows in branch.queries], -math.inf)
         if self.block.roles.base is None and self.sums.out.dtype != self._out.dtype:

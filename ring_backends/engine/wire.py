@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ring_backends.engine.sums import BlockGrads
 from ring_backends.engine.wire_buffers import RowFormat, WireBuffer, parcels_of
-from ring_backends.kernels.gather_rows import gather_many, scatter_many
+from ring_backends.kernels.rows import Rows, gather_many, scatter_many
 from ring_backends.kernels.steps import Grads, StepRows
-from ring_backends.kernels.triton_rows_launch import Rows
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.calls import Call
 from ring_backends.ring.ring import Traffic

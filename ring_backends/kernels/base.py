@@ -16,8 +16,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ring_backends.kernels.gather_rows import RowMemory
 from ring_backends.kernels.operators import operator_reasons
+from ring_backends.kernels.rows import RowMemory
 from ring_backends.kernels.score_mod import ScoreMod
 from ring_backends.kernels.steps import PackedParcels, SavedRows, StepGrads, StepOut, StepRows
 from ring_backends.kernels.tile import TileInputs

@@ -27,8 +27,8 @@ from ring_backends.kernels import blockwise
 from ring_backends.kernels.base import TILE_SPAN, Kernel
 from ring_backends.kernels.constants import constant
 from ring_backends.kernels.documents import document_parts
-from ring_backends.kernels.gather_rows import RowMemory, gather, gather_all, row_view
 from ring_backends.kernels.merge import merge_, statistics_dtype
+from ring_backends.kernels.rows import RowMemory, gather, gather_all, row_view
 from ring_backends.kernels.score_mod import PairScores, ScoreMod
 from ring_backends.kernels.steps import PackedParcels, SavedRows, StepGrads, StepOut, StepRows, part_positions
 from ring_backends.kernels.tile import PairRule, TileInputs

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ring_backends.kernels import triton_launch
 from ring_backends.kernels.base import RAN_ON_ONE_GPU, TILE_SPAN, Kernel, KernelInputs
-from ring_backends.kernels.gather_rows import RowMemory
+from ring_backends.kernels.rows import RowMemory
 from ring_backends.kernels.score_mod import ScoreMod, TranslatedScoreMod
 from ring_backends.kernels.steps import Grads, PackedParcels, SavedRows, StepGrads, StepOut, StepRows
 from ring_backends.kernels.tile import TileInputs

@@ -9,12 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ring_backends.kernels import triton_rows_launch
+from ring_backends.kernels import rows
 from ring_backends.kernels.triton_blocks import merged_result, row_pointers
 
-HEADER = tl.constexpr(triton_rows_launch.HEADER)
-GATHER = tl.constexpr(triton_rows_launch.GATHER)
-ADD = tl.constexpr(triton_rows_launch.ADD)
+HEADER = tl.constexpr(rows.HEADER)
+GATHER = tl.constexpr(rows.GATHER)
+ADD = tl.constexpr(rows.ADD)
 
 
 @triton.jit

@@ -17,8 +17,8 @@ from ring_backends.engine.call import check_call
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.engine.sums import BlockOut
 from ring_backends.kernels import per_tile
-from ring_backends.kernels.gather_rows import gather
 from ring_backends.kernels.math import MathKernel
+from ring_backends.kernels.rows import gather
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule import limits
 from ring_backends.schedule.planner import rank_plan

@@ -28,10 +28,10 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from ring_backends import dilated_attention, score_mods
-from ring_backends.kernels import triton_launch, triton_rows_launch
-from ring_backends.kernels.gather_rows import add_rows, fill_rows, gather_many, merge_rows, scatter_many, scatter_merge
+from ring_backends.kernels import rows as dilated
+from ring_backends.kernels import triton_launch
+from ring_backends.kernels.rows import Rows, add_rows, fill_rows, gather_many, merge_rows, scatter_many
 from ring_backends.kernels.triton_dilated import TritonDilatedKernel
-from ring_backends.kernels.triton_rows_launch import Rows
 from ring_backends.schedule.rows import DilatedRows, head_runs
 
 ATTENTION = ("plain", "packed", "key mask, packed", "documents, dropout")
@@ -103,12 +103,12 @@ def move_and_merge_rows(head_dim: int, dtype: torch.dtype) -> None:
     tile = [torch.zeros(4, 4, 128, head_dim, dtype=dtype) for _ in range(5)]
     lse, tile_lse = torch.zeros(2, 512, 4), torch.zeros(4, 4, 128)
     sums = [torch.zeros(2, 512, 4, head_dim) for _ in range(3)]
-    with mock.patch.object(triton_rows_launch, "can_launch", return_value=True):
+    with mock.patch.object(dilated, "can_launch", return_value=True):
         gather_many([Rows(x, rows, values) for x, values in zip([*tensors, lse], [*tile, tile_lse], strict=True)])
         query, *keys = (Rows(x, rows, grad) for x, grad in zip(sums, tile, strict=False))
         scatter_many([query], keys)
-        scatter_merge(sums[0], lse, rows, tile[0], tile_lse)
-        merge_rows(tensors[0], lse, sums[0], torch.zeros_like(lse), rows)
+        merge_rows(sums[0], lse, rows, tile[0], tile_lse)
+        merge_rows(tensors[0], lse, rows, sums[0], torch.zeros_like(lse), same_rows=True)
         add_rows([Rows(x, rows, values) for x, values in zip(tensors, sums, strict=False)])
         fill_rows([(x, rows) for x in sums], 0.0)
 

@@ -21,7 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from ring_backends.kernels import gather_rows, triton_launch, triton_rows_launch
+from ring_backends.kernels import rows as dilated
+from ring_backends.kernels import triton_launch
 from ring_backends.schedule.rows import DilatedRows, head_runs
 
 Started = list[tuple[Any, ...]]
@@ -77,7 +78,7 @@ def main() -> None:
     unaligned = torch.zeros(whole.numel() + 1, dtype=torch.bfloat16)[1:].view(whole.shape)
 
     with (
-        mock.patch.object(triton_rows_launch, "can_launch", return_value=True),
+        mock.patch.object(dilated, "can_launch", return_value=True),
         mock.patch.object(triton_launch, "capability", return_value=(9, 0)),
     ):
         report: dict[str, Any] = {}
@@ -87,7 +88,7 @@ def main() -> None:
             first, second = launches(call, finds_compiled=False), launches(call, finds_compiled=True)
             report[name] = [len(first), first == second]
         aligned, other, again = (
-            launches(partial(gather_rows.gather_into, gathered, tensor, rows), finds_compiled=found)[0]
+            launches(partial(dilated.gather_many, [dilated.Rows(tensor, rows, gathered)]), finds_compiled=found)[0]
             for tensor, found in ((whole, False), (unaligned, False), (whole, True))
         )
         report["alignment"] = [aligned[0] != other[0], aligned == again]

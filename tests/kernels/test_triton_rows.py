@@ -18,9 +18,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton_interpreter import fixed_examples, interpreted, patch_interpreter
 
-from ring_backends.kernels import gather_rows, triton_rows_launch
-from ring_backends.kernels.gather_rows import add_rows, fill_rows, gather_many, merge_rows, scatter_many, scatter_merge
-from ring_backends.kernels.triton_rows_launch import Rows, can_launch
+from ring_backends.kernels import rows
+from ring_backends.kernels.rows import Rows, add_rows, can_launch, fill_rows, gather_many, merge_rows, scatter_many
 from ring_backends.schedule.rows import DilatedRows, head_runs
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -32,9 +31,9 @@ patch_interpreter()
 def small_blocks_on_the_cpu() -> Iterator[None]:
     """Use the kernels for CPU tensors, with blocks of few rows. A test fails where they are not used."""
     with (
-        mock.patch.object(triton_rows_launch, "can_launch", return_value=True),
-        mock.patch.object(triton_rows_launch, "BLOCK_ELEMENTS", 32),
-        mock.patch.object(gather_rows, "_paired", side_effect=AssertionError("the kernels were not used")),
+        mock.patch.object(rows, "can_launch", return_value=True),
+        mock.patch.object(rows, "BLOCK_ELEMENTS", 32),
+        mock.patch.object(rows, "_paired", side_effect=AssertionError("the kernels were not used")),
     ):
         yield
 
@@ -163,7 +162,7 @@ def test_merged_rows_equal_the_formula(case: RowsCase, value_dtype: torch.dtype,
     untouched = torch.ones_like(lse, dtype=torch.bool)
     untouched[case.indices()] = False
     before, lse_before = out.clone(), lse.clone()
-    scatter_merge(out, lse, case.dilated, tile_out, tile_lse)
+    merge_rows(out, lse, case.dilated, tile_out, tile_lse)
     eps = torch.finfo(torch.float32).eps
     for actual, expected, old in ((out, expected_out, before), (lse, expected_lse, lse_before)):
         torch.testing.assert_close(actual[case.indices()].double(), expected, rtol=8 * eps, atol=16 * eps)
@@ -208,7 +207,7 @@ def test_the_same_rows_of_two_results_are_merged(case: RowsCase) -> None:
     at = case.indices()
     blind_rows(out, lse, 0.3, torch.Generator().manual_seed(case.seed))
     expected_out, expected_lse = merged(out[at], lse[at], other[at], other_lse[at])
-    merge_rows(out, lse, other, other_lse, case.dilated)
+    merge_rows(out, lse, case.dilated, other, other_lse, same_rows=True)
     torch.testing.assert_close(out[at].double(), expected_out, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(lse[at].double(), expected_lse, rtol=1e-6, atol=2e-6)
 
@@ -221,7 +220,7 @@ def test_a_launch_without_rows_does_nothing() -> None:
     gather_many([Rows(case.tensor(torch.float32), case.dilated, case.values(torch.float32))])
     gather_many([])
     out, tile_out = case.tensor(torch.float32), case.values(torch.float32)
-    scatter_merge(out, out[..., 0], case.dilated, tile_out, tile_out[..., 0])
+    merge_rows(out, out[..., 0], case.dilated, tile_out, tile_out[..., 0])
 
 
 def test_tensors_without_values_and_on_other_devices_are_left_to_torch() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ring_backends import DilatedPattern, RingSchedule, SequenceLayout
 from ring_backends.engine.wire_buffers import RowFormat
-from ring_backends.kernels.gather_rows import gather
+from ring_backends.kernels.rows import gather
 from ring_backends.schedule.bands import Band
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.schedule.rank_plan import Hop, Message, Parcel, RankPlan, Step

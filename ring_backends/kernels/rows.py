@@ -1,8 +1,9 @@
-"""Gather dilated rows from tensors of any memory layout, and scatter them back, through strided views.
+"""Gathers dilated rows from tensors of any memory layout, scatters them back, adds and merges them.
 
 The rows of all heads of one lattice (:class:`~ring_backends.schedule.rows.HeadRun`) are one strided view. So a gather
 makes one copy or none. A scatter writes through the same view. Tensors need not be contiguous. On CUDA devices,
-Triton's kernels (``triton_rows.py``) take the place of the views, if they can be used.
+Triton's kernels (``triton_rows.py``) take the place of the views, if they can be used: one launch moves the rows of
+several tensors. This module itself does not import Triton.
 
 Tensors are [batch, seq, heads, …]; gathered rows are [batch * segments, heads, rows, …].
 """
@@ -11,20 +12,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cache, lru_cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from ring_backends.kernels import triton_rows_launch
+from ring_backends.kernels import triton_launch
+from ring_backends.kernels.constants import keep_if_captured
 from ring_backends.kernels.merge import merge_
-from ring_backends.kernels.triton_rows_launch import ADD, GATHER, STORE, Rows
+from ring_backends.kernels.triton_launch import Source
 from ring_backends.schedule.rows import DilatedRows, HeadRun
+from ring_backends.torch_internals import has_values, untraced
+
+GATHER, STORE, ADD = range(3)
 
 MAX_LAYOUTS = 64
 """How many shapes and strides of tensors are kept for the same rows."""
 
 ROWS_AT_ONCE = 512
 """How many dilated rows of a head are copied on the CPU before the next head. Their pages fit into the TLB."""
+
+
+class Rows(NamedTuple):
+    """Dilated rows of a tensor [batch, seq, heads, …], and as gathered ``values`` [batch * segments, heads, rows, …].
+
+    ``…`` is the head dim or nothing. Strides are free.
+    """
+
+    tensor: Tensor
+    rows: DilatedRows
+    values: Tensor
 
 
 class _Layout(NamedTuple):
@@ -160,11 +178,6 @@ def row_view(tensor: Tensor, rows: DilatedRows, max_bytes: int | None = None) ->
     return tensor.as_strided(whole.size, whole.stride, tensor.storage_offset() + whole.offset)
 
 
-def gather_into(destination: Tensor, tensor: Tensor, rows: DilatedRows) -> None:
-    """Copy the rows into ``destination``, [batch * segments, heads, rows, …]."""
-    gather_many([Rows(tensor, rows, destination)])
-
-
 def gather_many(parts: Sequence[Rows]) -> None:
     """Copy the rows of several tensors into their ``values``: on CUDA devices in one launch, if Triton is installed."""
     _move([(part, GATHER) for part in parts])
@@ -199,11 +212,6 @@ def scatter(tensor: Tensor, rows: DilatedRows, values: Tensor) -> None:
     scatter_many([Rows(tensor, rows, values)])
 
 
-def scatter_add(tensor: Tensor, rows: DilatedRows, values: Tensor) -> None:
-    """Add ``values``, [batch * segments, heads, rows, …], to the rows of ``tensor``, in place."""
-    scatter_many(added=[Rows(tensor, rows, values)])
-
-
 def scatter_many(stored: Sequence[Rows] = (), added: Sequence[Rows] = ()) -> None:
     """Copy the ``values`` of ``stored`` into their rows, and add those of ``added``, as :func:`gather_many` does.
 
@@ -212,24 +220,19 @@ def scatter_many(stored: Sequence[Rows] = (), added: Sequence[Rows] = ()) -> Non
     _move([*((part, STORE) for part in stored), *((part, ADD) for part in added)])
 
 
-def scatter_merge(out: Tensor, lse: Tensor, rows: DilatedRows, tile_out: Tensor, tile_lse: Tensor) -> None:
-    """Merge a tile's out and LSE into the rows of ``out``, and of ``lse`` [batch, seq, heads], in place."""
-    if triton_rows_launch.can_launch(out, lse, tile_out, tile_lse):
-        triton_rows_launch.merge_rows(out, lse, rows, tile_out, tile_lse)
-        return
-    pairs = zip(_paired(out, rows, tile_out), _paired(lse, rows, tile_lse), strict=True)
-    for (out_view, out_part), (lse_view, lse_part) in pairs:
-        merge_(out_view, lse_view, out_part, lse_part)
+def merge_rows(
+    out: Tensor, lse: Tensor, rows: DilatedRows, other_out: Tensor, other_lse: Tensor, *, same_rows: bool = False
+) -> None:
+    """Merge another result into the rows of ``out``, and of ``lse`` [batch, seq, heads], in place.
 
-
-def merge_rows(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, rows: DilatedRows) -> None:
-    """Merge the rows of ``other_out`` and ``other_lse`` into the same rows of ``out`` and ``lse``, in place."""
-    if triton_rows_launch.can_launch(out, lse, other_out, other_lse):
-        triton_rows_launch.merge_rows(out, lse, rows, other_out, other_lse, same_rows=True)
+    Args:
+        other_out, other_lse: gathered rows, or with ``same_rows`` tensors that hold the same rows where they are.
+    """
+    if can_launch(out, lse, other_out, other_lse):
+        _launch_merge(out, lse, rows, other_out, other_lse, same_rows)
         return
-    for (_, out_view), (_, lse_view), (_, other), (_, other_lse_view) in zip(
-        *(views(x, rows) for x in (out, lse, other_out, other_lse)), strict=True
-    ):
+    pairs = zip(_paired(out, rows, other_out, same_rows), _paired(lse, rows, other_lse, same_rows), strict=True)
+    for (out_view, other), (lse_view, other_lse_view) in pairs:
         merge_(out_view, lse_view, other, other_lse_view)
 
 
@@ -239,20 +242,15 @@ def add_rows(parts: Sequence[Rows]) -> None:
     No two parts may hold the same row of a tensor. Unlike elsewhere, ``values`` are not gathered. They are in the same
     places of a tensor [batch, seq, heads, …].
     """
-    if all(triton_rows_launch.can_launch(part.tensor, part.values) for part in parts):
-        triton_rows_launch.move_rows([(part, ADD) for part in parts], same_rows=True)
-        return
-    for tensor, rows, values in parts:
-        for (_, view), (_, other) in zip(views(tensor, rows), views(values, rows), strict=True):
-            view.add_(other)
+    _move([(part, ADD) for part in parts], same_rows=True)
 
 
 def fill_rows(parts: Sequence[tuple[Tensor, DilatedRows]], value: float) -> None:
     """Set all elements of the rows of each tensor to ``value``."""
-    if parts and all(triton_rows_launch.can_launch(tensor) for tensor, _ in parts):
+    if parts and all(can_launch(tensor) for tensor, _ in parts):
         values = parts[0][0].new_full((), value)
         filled = [Rows(x, rows, values.expand(gathered_shape(x, rows))) for x, rows in parts]
-        triton_rows_launch.move_rows([(part, STORE) for part in filled])
+        _launch_moves([(part, STORE) for part in filled])
         return
     for tensor, rows in parts:
         for _, view in views(tensor, rows):
@@ -281,12 +279,13 @@ def whole(values: Tensor, rows: DilatedRows, shape: Sequence[int]) -> Tensor | N
     return values.as_strided(shape, (shape[1] * heads * width, heads * width, width, 1))
 
 
-def _move(moves: Sequence[tuple[Rows, int]]) -> None:
-    if all(triton_rows_launch.can_launch(part.tensor, part.values) for part, _ in moves):
-        triton_rows_launch.move_rows(moves)
+def _move(moves: Sequence[tuple[Rows, int]], *, same_rows: bool = False) -> None:
+    """Gather, store or add rows. With ``same_rows``, values are in the same rows of another tensor, not gathered."""
+    if all(can_launch(part.tensor, part.values) for part, _ in moves):
+        _launch_moves(moves, same_rows=same_rows)
         return
     for part, move in moves:
-        for view, values in _paired(*part):
+        for view, values in _paired(*part, same_rows):
             if move == GATHER:
                 values.copy_(view)
             elif move == STORE:
@@ -295,12 +294,16 @@ def _move(moves: Sequence[tuple[Rows, int]]) -> None:
                 view.add_(values)
 
 
-def _paired(tensor: Tensor, rows: DilatedRows, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _paired(tensor: Tensor, rows: DilatedRows, values: Tensor, same_rows: bool) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield pairs of a view of the tensor's rows, and a view of the same rows of ``values``, of the same shape.
 
     On the CPU, many dilated rows are split, so that the same rows of all heads are copied before further rows. These
     rows lie on the same pages of memory.
     """
+    if same_rows:
+        for (_, view), (_, other) in zip(views(tensor, rows), views(values, rows), strict=True):
+            yield view, other
+        return
     runs, whole = _layouts(tensor, rows)
     is_split = rows.rate > 1 and rows.rows > ROWS_AT_ONCE and tensor.device.type == "cpu"
     if whole is not None and not is_split:
@@ -312,3 +315,90 @@ def _paired(tensor: Tensor, rows: DilatedRows, values: Tensor) -> Iterator[tuple
         view = layout.of(tensor)
         part = values[:, :, heads].unflatten(2, view.shape[2:4])
         yield from zip(view.split(at_once, 4), part.split(at_once, 4), strict=True)
+
+
+# --- in Triton --------------------------------------------------------------------------------------------------------
+
+HEADER = 5
+"""Integers at the start of a table: rows, dilation rate, segments, segment stride, heads.
+
+Two integers for each head follow: its index, and the position of its first row.
+"""
+
+BLOCK_ELEMENTS = 4096
+MAX_TENSORS = 8
+"""Tensors per launch. Triton compiles the kernel for each number of tensors."""
+
+
+def can_launch(*tensors: Tensor) -> bool:
+    """Whether the kernels serve these tensors: on a CUDA device that Triton supports, with values, not in fp64."""
+    return tensors[0].is_cuda and all(
+        tensor.is_cuda
+        and tensor.dtype not in (torch.float64, torch.complex64, torch.complex128)
+        and has_values(tensor)
+        and _is_supported(tensor.device)
+        for tensor in tensors
+    )
+
+
+@cache
+def _is_supported(device: torch.device) -> bool:
+    return not triton_launch.device_reasons(device) and triton_launch.import_failure() is None
+
+
+def _launch_moves(moves: Sequence[tuple[Rows, int]], *, same_rows: bool = False) -> None:
+    """Move rows in Triton, those of up to :data:`MAX_TENSORS` tensors per launch."""
+    moves = [(rows, move) for rows, move in moves if rows.values.numel()]
+    for start in range(0, len(moves), MAX_TENSORS):
+        some = moves[start : start + MAX_TENSORS]
+        blocks = [(*_block(part.tensor), move) for part, move in some]
+        num_programs = tuple(
+            _num_programs(part.tensor, part.rows, block) for (part, _), (*_, block, _) in zip(some, blocks, strict=True)
+        )
+        arguments = (
+            tuple(Source.of(part.tensor) for part, _ in some),
+            tuple(Source.of(part.values) for part, _ in some),
+            tuple(rows_table(part.rows, part.tensor.device) for part, _ in some),
+            num_programs,
+        )
+        constants = {"BLOCKS": tuple(blocks), "SAME_ROWS": same_rows}
+        kernel = triton_launch.kernels().move_rows
+        triton_launch.launch(kernel, sum(num_programs), some[0][0].tensor.device, arguments, constants)
+
+
+def _launch_merge(
+    out: Tensor, lse: Tensor, rows: DilatedRows, other_out: Tensor, other_lse: Tensor, same_rows: bool
+) -> None:
+    """Merge rows in Triton. LSEs are in fp32."""
+    head_dim, padded, block = _block(out)
+    if not other_lse.numel():
+        return
+    arguments = (*map(Source.of, (out, lse, other_out, other_lse)), rows_table(rows, out.device))
+    constants = {"HEAD_DIM": head_dim, "BLOCK_D": padded, "BLOCK_ROWS": block, "SAME_ROWS": same_rows}
+    kernel = triton_launch.kernels().merge_rows
+    triton_launch.launch(kernel, _num_programs(out, rows, block), out.device, arguments, constants)
+
+
+def rows_table(rows: DilatedRows, device: torch.device) -> Tensor:
+    """The rows as int64 numbers, as :data:`HEADER` describes. Nobody may change the tensor."""
+    return keep_if_captured(_rows_table(rows, device), device)
+
+
+@lru_cache(maxsize=4096)
+@untraced
+def _rows_table(rows: DilatedRows, device: torch.device) -> Tensor:
+    heads = (pair for run in rows.runs for pair in run.heads_and_phases())
+    entries = [number for head, phase in heads for number in (head, rows.start + phase)]
+    header = [rows.rows, rows.rate, rows.segments, rows.segment_stride, rows.num_heads]
+    return torch.tensor([*header, *entries], dtype=torch.int64, device="cpu").to(device)
+
+
+def _block(tensor: Tensor) -> tuple[int, int, int]:
+    """The head dim, or 1 without one; the power of two that holds it; and the rows per program."""
+    head_dim = tensor.shape[3] if tensor.dim() > 3 else 1
+    padded = 1 << (head_dim - 1).bit_length()
+    return head_dim, padded, max(1, min(1024, BLOCK_ELEMENTS // padded))
+
+
+def _num_programs(tensor: Tensor, rows: DilatedRows, block: int) -> int:
+    return tensor.shape[0] * rows.segments * rows.num_heads * -(-rows.rows // block)
