@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ring_backends.kernels import blockwise
 from ring_backends.kernels.per_tile import PerTileKernel
-from ring_backends.kernels.tile import TileInputs, blank_rows, lse_for_backward
+from ring_backends.kernels.tile import TileInputs, blank_rows, expand_heads, lse_for_backward
 from ring_backends.torch_internals import has_values
 
 _FEW_KEYS = 16
@@ -50,7 +50,7 @@ class AtenCpuFlashKernel(PerTileKernel):
         )
         if not (all_finite(out) if out.dtype.itemsize >= 4 else all_finite(out, lse)):
             return blockwise.forward(tile)
-        return (out, lse) if tile.key_mask is None else blank_rows(out, lse, tile.key_mask, tile.is_causal)
+        return blank_rows(out, lse, tile)
 
     def backward(self, tile: TileInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         inputs = grad_out, *tile.tensors, out
@@ -99,7 +99,7 @@ def key_bias(key_mask: Tensor | None, query: Tensor) -> Tensor | None:
     """Convert the mask [B, Hk, Sk] to a bias [B, Hq, 1, Sk], since the operator does not support bool masks."""
     if key_mask is None:
         return None
-    mask = key_mask.repeat_interleave(query.shape[1] // key_mask.shape[1], dim=1).unsqueeze(2)
+    mask = expand_heads(key_mask, query.shape[1]).unsqueeze(2)
     return query.new_zeros(mask.shape).masked_fill_(mask, -torch.inf)
 
 

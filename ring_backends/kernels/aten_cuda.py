@@ -224,8 +224,7 @@ class AtenCudaEfficientKernel(AtenCudaKernel):
             tile.is_causal,
             scale=tile.scale,
         )
-        lse = lse[:, :, :seq_q]
-        return (out, lse) if tile.key_mask is None else blank_rows(out, lse, tile.key_mask, tile.is_causal)
+        return blank_rows(out, lse[:, :, :seq_q], tile)
 
     def backward(self, tile: TileInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = tile.tensors

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from ring_backends.kernels import triton_launch
 from ring_backends.kernels.constants import keep_if_captured
 from ring_backends.kernels.merge import merge_
+from ring_backends.kernels.tile_table import row_entries
 from ring_backends.kernels.triton_launch import Source
 from ring_backends.schedule.rows import DilatedRows, HeadRun
 from ring_backends.torch_internals import has_values, untraced
@@ -319,12 +321,6 @@ def _paired(tensor: Tensor, rows: DilatedRows, values: Tensor, same_rows: bool) 
 
 # --- in Triton --------------------------------------------------------------------------------------------------------
 
-HEADER = 5
-"""Integers at the start of a table: rows, dilation rate, segments, segment stride, heads.
-
-Two integers for each head follow: its index, and the position of its first row.
-"""
-
 BLOCK_ELEMENTS = 4096
 MAX_TENSORS = 8
 """Tensors per launch. Triton compiles the kernel for each number of tensors."""
@@ -380,17 +376,15 @@ def _launch_merge(
 
 
 def rows_table(rows: DilatedRows, device: torch.device) -> Tensor:
-    """The rows as int64 numbers, as :data:`HEADER` describes. Nobody may change the tensor."""
+    """The rows as int64 numbers: how many heads, then the entry of each head. Nobody may change the tensor."""
     return keep_if_captured(_rows_table(rows, device), device)
 
 
 @lru_cache(maxsize=4096)
 @untraced
 def _rows_table(rows: DilatedRows, device: torch.device) -> Tensor:
-    heads = (pair for run in rows.runs for pair in run.heads_and_phases())
-    entries = [number for head, phase in heads for number in (head, rows.start + phase)]
-    header = [rows.rows, rows.rate, rows.segments, rows.segment_stride, rows.num_heads]
-    return torch.tensor([*header, *entries], dtype=torch.int64, device="cpu").to(device)
+    numbers = [rows.num_heads, *chain.from_iterable(row_entries(rows))]
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device)
 
 
 def _block(tensor: Tensor) -> tuple[int, int, int]:

@@ -114,21 +114,18 @@ class TileInputs:
         return TileInputs(query, key, value, self.scale, True, mask, rule=rule)
 
 
-def blind_rows(key_mask: Tensor, num_heads: int, seq_q: int, is_causal: bool) -> Tensor:
-    """Which query rows see no key because of ``key_mask`` [B, Hk, Sk]: bool [B, Hq, Sq].
+def blank_rows(out: Tensor, lse: Tensor, tile: TileInputs) -> tuple[Tensor, Tensor]:
+    """Set out = 0 and LSE = −inf in the rows that see no key because of the mask.
 
     The operators return different LSEs for such rows (0, NaN, −inf). So the rows are found from the mask.
     """
-    if is_causal:
-        blind = (~key_mask).cumsum(-1, dtype=torch.int32) == 0
+    if tile.key_mask is None:
+        return out, lse
+    if tile.is_causal:
+        blind = (~tile.key_mask).cumsum(-1, dtype=torch.int32) == 0
     else:
-        blind = key_mask.all(-1, keepdim=True).expand(-1, -1, seq_q)
-    return blind.repeat_interleave(num_heads // key_mask.shape[1], dim=1)
-
-
-def blank_rows(out: Tensor, lse: Tensor, key_mask: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Set out = 0 and LSE = −inf in the rows that see no key."""
-    blind = blind_rows(key_mask, out.shape[1], out.shape[2], is_causal)
+        blind = tile.key_mask.all(-1, keepdim=True).expand(-1, -1, out.shape[2])
+    blind = expand_heads(blind, out.shape[1])
     return out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -torch.inf)
 
 

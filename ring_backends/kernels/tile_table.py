@@ -125,7 +125,7 @@ def tile_table(tiles: tuple[Tile, ...], offsets: tuple[Offsets, ...], device: to
         device: where the tables are stored.
     """
     offsets_of = dict(zip(parcels(tiles), offsets, strict=True))
-    entries = [(tile, _entries(tile.queries), _key_entries(tile, offsets_of)) for tile in tiles]
+    entries = [(tile, row_entries(tile.queries), _key_entries(tile, offsets_of)) for tile in tiles]
     ends: defaultdict[Entry, set[int]] = defaultdict(set)
     for _, of_queries, streams in entries:
         for line, rows in map(_line, chain(of_queries, *streams)):
@@ -166,12 +166,11 @@ def tile_table(tiles: tuple[Tile, ...], offsets: tuple[Offsets, ...], device: to
     )
 
 
-def _entries(rows: DilatedRows) -> list[Entry]:
-    """The entry of each head."""
+def row_entries(rows: DilatedRows) -> list[Entry]:
+    """The entry of each head: :data:`ROW_COLUMNS`."""
     return [
         (head, rows.start + phase, rows.segment_stride, rows.rate, rows.rows, rows.segments)
-        for run in rows.runs
-        for head, phase in run.heads_and_phases()
+        for head, phase in rows.heads_and_phases
     ]
 
 
@@ -179,7 +178,7 @@ def _key_entries(tile: Tile, offsets: Mapping[Parcel, Offsets]) -> list[list[Ent
     """The entries of the keys of each stream of a tile."""
     keys = tile.keys
     if isinstance(keys, DilatedRows):
-        return [[(*entry, *(0,) * (KEY_COLUMNS - ROW_COLUMNS))] for entry in _entries(keys)]
+        return [[(*entry, *(0,) * (KEY_COLUMNS - ROW_COLUMNS))] for entry in row_entries(keys)]
     entries: list[list[Entry]] = [[] for _ in range(keys.num_heads)]
     for part in keys.parts:
         parcel = part.parcel

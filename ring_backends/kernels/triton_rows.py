@@ -9,12 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ring_backends.kernels import rows
-from ring_backends.kernels.triton_blocks import merged_result, row_pointers
+from ring_backends.kernels import rows as dilated
+from ring_backends.kernels.triton_blocks import ROW_COLUMNS, merged_result, row_pointers
 
-HEADER = tl.constexpr(rows.HEADER)
-GATHER = tl.constexpr(rows.GATHER)
-ADD = tl.constexpr(rows.ADD)
+GATHER = tl.constexpr(dilated.GATHER)
+ADD = tl.constexpr(dilated.ADD)
 
 
 @triton.jit
@@ -23,15 +22,14 @@ def owned_rows(table, program, BLOCK_ROWS, SAME_ROWS):
 
     With ``SAME_ROWS``, the rows of ``values`` have the same places as those of the tensor.
     """
-    num_rows, rate = tl.load(table), tl.load(table + 1)
-    segments, segment_stride = tl.load(table + 2), tl.load(table + 3)
-    num_heads = tl.load(table + 4)
+    num_heads = tl.load(table)
     number, rest = program % num_heads, program // num_heads
+    entry = table + 1 + number * ROW_COLUMNS
+    num_rows, segments = tl.load(entry + 4), tl.load(entry + 5)
     num_blocks = tl.cdiv(num_rows, BLOCK_ROWS)
     group = rest // num_blocks
     indices = rest % num_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    entry = table + HEADER + number * 2
-    positions = tl.load(entry + 1) + group % segments * segment_stride + indices * rate
+    positions = tl.load(entry + 1) + group % segments * tl.load(entry + 2) + indices * tl.load(entry + 3)
     place = (group // segments, tl.load(entry), positions)
     # Gathered rows have their heads before their rows.
     value_place = place if SAME_ROWS else (group, indices, number)
