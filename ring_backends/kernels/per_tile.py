@@ -117,7 +117,8 @@ class PerTileKernel(Kernel):
         query, *others = self._gather(parts, memory, in_place=in_place)
         if isinstance(keys, DilatedRows):
             *others, key, value = others
-            marks, words = (None if x is None else gather(x, keys) for x in (rows.key_marks, rows.key_words))
+            marks = None if rows.key_marks is None else gather(rows.key_marks, keys)
+            words = None if rows.key_words is None else gather(rows.key_words, keys)
         else:
             assert arrived is not None
             key, value, marks = arrived.rows(keys)

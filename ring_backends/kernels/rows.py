@@ -145,15 +145,12 @@ def gather_all(
 
     Args:
         rows_outermost: whether copies have the memory layout [batch * segments, rows, heads, …].
-        dense: for each part whether it must have the memory layout of a copy; empty for no part.
+        dense: for each part whether it must have this layout in memory without gaps; empty for no part.
     """
     copies, gathered = [], []
     for (tensor, rows), is_dense in zip(parts, dense or [False] * len(parts), strict=True):
         found = row_view(tensor, rows)
-        if found is not None and is_dense:
-            layout = found.transpose(1, 2) if rows_outermost else found
-            found = found if layout.is_contiguous() else None
-        if found is None:
+        if found is None or (is_dense and not found.transpose(1, 2).is_contiguous()):
             groups, heads, num_rows, *rest = shape = gathered_shape(tensor, rows)
             found = (
                 tensor.new_empty(groups, num_rows, heads, *rest).transpose(1, 2)
