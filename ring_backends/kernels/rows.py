@@ -2,7 +2,7 @@
 
 The rows of all heads of one lattice (:class:`~ring_backends.schedule.rows.HeadRun`) are one strided view. So a gather
 makes one copy or none. A scatter writes through the same view. Tensors need not be contiguous. On CUDA devices,
-Triton's kernels (``triton_rows.py``) take the place of the views, if they can be used: one launch moves the rows of
+Triton's kernels (``triton/rows.py``) take the place of the views, if they can be used: one launch moves the rows of
 several tensors. This module itself does not import Triton.
 
 Tensors are [batch, seq, heads, …]; gathered rows are [batch * segments, heads, rows, …].

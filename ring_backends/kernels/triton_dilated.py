@@ -35,7 +35,7 @@ MAX_HEAD_DIM = 256
 
 
 class TritonDilatedKernel(Kernel):
-    """The kernels in ``triton_forward.py``, ``triton_grad_query.py`` and ``triton_grad_key_value.py``."""
+    """The kernels in ``triton/forward.py``, ``triton/grad_query.py`` and ``triton/grad_key_value.py``."""
 
     name = "triton_dilated"
     device_types = ("cuda",)

@@ -45,7 +45,7 @@ def kernels() -> Kernels:
     """Import Triton and the kernels."""
     triton = importlib.import_module("triton")
     forward, grad_query, grad_key_value, rows = (
-        importlib.import_module(f"ring_backends.kernels.triton_{name}")
+        importlib.import_module(f"ring_backends.kernels.triton.{name}")
         for name in ("forward", "grad_query", "grad_key_value", "rows")
     )
     is_interpreted = not isinstance(forward.forward_kernel, triton.JITFunction)

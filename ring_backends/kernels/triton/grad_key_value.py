@@ -1,6 +1,6 @@
 """The backward of dilated attention in Triton, part two: dK and dV.
 
-Each program owns one block of keys. It recomputes the weights from the statistics that ``triton_grad_query.py`` stores,
+Each program owns one block of keys. It recomputes the weights from the statistics that ``grad_query.py`` stores,
 and needs no atomic operation either. This module imports Triton, so it is imported only when a kernel is launched.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ring_backends.kernels.triton_blocks import (
+from ring_backends.kernels.triton.blocks import (
     KEY_COLUMNS,
     LOG2_E,
     QUERY_COLUMNS,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ring_backends.kernels import rows as dilated
-from ring_backends.kernels.triton_blocks import ROW_COLUMNS, merged_result, row_pointers
+from ring_backends.kernels.triton.blocks import ROW_COLUMNS, merged_result, row_pointers
 
 GATHER = tl.constexpr(dilated.GATHER)
 ADD = tl.constexpr(dilated.ADD)

@@ -2,7 +2,7 @@
 
 Each program owns one block of query rows. It recomputes the weights P = exp(S − LSE) from the LSE over all keys. So the
 gradients of all launches add up, no atomic operation is needed, and results are the same in every run. The kernel also
-stores two statistics of each row for ``triton_grad_key_value.py``: its LSE, and its delta, which is the sum of
+stores two statistics of each row for ``grad_key_value.py``: its LSE, and its delta, which is the sum of
 out × grad_out. They are stored by the numbers of the rows, so that a block of them is contiguous. This module imports
 Triton, so it is imported only when a kernel is launched.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ring_backends.kernels.triton_blocks import (
+from ring_backends.kernels.triton.blocks import (
     LOG2_E,
     QUERY_COLUMNS,
     add_rows,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ring_backends.kernels.triton_blocks import (
+from ring_backends.kernels.triton.blocks import (
     LN_2,
     LOG2_E,
     QUERY_COLUMNS,
