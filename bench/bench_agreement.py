@@ -22,12 +22,12 @@ def bench_agreed_call(benchmark: Any) -> None:
         (2048, 8192, 65536), (1, 4, 16), ring=dataclasses.replace(Ring(), agreement=agreement)
     )
     query, key, value = (torch.zeros(1, 64, 8, 64, requires_grad=True) for _ in range(3))
-    inputs, call = attention._check_call(AttentionInputs(query, key, value, is_causal=True))
+    binding = attention.binding
+    inputs, call = binding.check(AttentionInputs(query, key, value, is_causal=True))
 
     def agree() -> int:
-        start = attention._start(call, inputs, needs_gradients=inputs.needs_gradients)
-        tags = [start(direction, inputs).call.tag(0) for direction in ("forward", "backward")]
-        return sum(tags)
+        hops = [binding.begin(call, inputs, direction, needs_gradients=True) for direction in ("forward", "backward")]
+        return sum(of_direction.call.tag(0) for of_direction in hops if of_direction is not None)
 
     benchmark.group = "agreement"
     benchmark(agree)

@@ -23,6 +23,7 @@ from torch import Tensor
 from ring_backends.adapters import native
 from ring_backends.engine.call import AttentionCall
 from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.engine.operators import RingExecutor, execute
 from ring_backends.ring.transfer import Transfer
 from ring_backends.testing.world import World
 
@@ -173,10 +174,10 @@ def measure_latency(seconds: float, tokens: int, repeats: int) -> dict[str, dict
     class AroundAttention(LateAttention):
         call: AttentionCall | None = None
 
-        def _check_call(self, inputs: AttentionInputs) -> tuple[AttentionInputs, AttentionCall]:
-            inputs, call = super()._check_call(inputs)
+        def _attend(self, inputs: AttentionInputs) -> Any:
+            inputs, call = self.binding.check(inputs)
             self.call = self.call or replace(call, few_hops=False)
-            return inputs, self.call
+            return execute(inputs, RingExecutor(self.binding, self.call, needs_gradients=True))
 
     ways = {"spread": LateAttention, "around": AroundAttention}
     attentions = {way: attention(lengths, rates, ring=ring) for way, attention in ways.items()}

@@ -6,10 +6,8 @@ The values of a replayed call mean nothing. Its launches, copies and memory are 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
-from typing import Any
 
 import torch
 from case import Case
@@ -18,13 +16,13 @@ from torch.distributed import HashStore
 
 from ring_backends import RingSchedule, SequenceLayout
 from ring_backends.cost.work import work_of
-from ring_backends.engine.autograd import RingExecutor, Start, attend, no_hops
+from ring_backends.engine.binding import Binding
 from ring_backends.engine.call import AttentionCall, check_call
 from ring_backends.engine.inputs import AttentionInputs
-from ring_backends.engine.wire import Hops, RingPass
+from ring_backends.engine.operators import RingExecutor, execute
+from ring_backends.engine.wire import RingPass
 from ring_backends.kernels import resolve_dtype
 from ring_backends.ring.agreement import Agreement
-from ring_backends.ring.calls import Configuration
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.transfer import Transfer
 
@@ -58,14 +56,14 @@ class Replay:
     """One rank's call. ``backward`` takes the result of ``forward``.
 
     Attributes:
-        start: begins a forward or a backward.
+        binding: begins a forward or a backward without other ranks.
         grad_out: the gradient of out.
     """
 
     call: AttentionCall
     inputs: AttentionInputs
     ring: Ring
-    start: Start
+    binding: Binding
     grad_out: Tensor
 
     @classmethod
@@ -82,14 +80,16 @@ class Replay:
         tensors = (x.requires_grad_() for x in (query, key, value))
         given = AttentionInputs(*tensors, is_causal=case.causal, seq_len=case.seq_len)
         inputs, call = check_call(given, case.pattern, ring, None, kernel)
-        return cls(call, inputs, ring, _start(call, inputs, ring, ring_pass), grad_out)
+        agreement = Agreement(HashStore(), 0, 1, _TIMEOUT, lambda: None) if ring.size > 1 else None
+        alone = Binding(case.pattern, replace(ring, agreement=agreement), None, kernel, ring_pass=ring_pass)
+        return cls(call, inputs, ring, alone, grad_out)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.inputs.query, self.inputs.key, self.inputs.value
 
     def forward(self) -> Tensor:
-        out: Tensor = attend(self.inputs, RingExecutor(self.call, self.start))
+        out: Tensor = execute(self.inputs, RingExecutor(self.binding, self.call, needs_gradients=True))
         return out
 
     def backward(self, out: Tensor) -> tuple[Tensor, ...]:
@@ -116,18 +116,3 @@ def busiest_rank(case: Case) -> int:
         return work.own_tiles + work.other_tiles + work.chained_tiles
 
     return max(range(case.ring_size), key=lambda rank: (schedule.pairs[rank], num_tiles(rank)))
-
-
-def _start(call: AttentionCall, inputs: AttentionInputs, ring: Ring, ring_pass: RingPass) -> Start:
-    if ring.size == 1:
-        return no_hops
-    alone = Agreement(HashStore(), 0, 1, _TIMEOUT, lambda: None)
-    configuration = call.configuration(inputs, "0", needs_gradients=True)
-    return partial(_hops, alone, configuration, ring, ring_pass)
-
-
-def _hops(
-    agreement: Agreement, configuration: Configuration, ring: Ring, ring_pass: Any, direction: str, _: AttentionInputs
-) -> Hops:
-    call = agreement.begin(configuration, direction=direction)
-    return Hops(ring.rank, ring_pass, call, agreement, ring.traffic)

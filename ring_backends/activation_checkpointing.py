@@ -14,7 +14,7 @@ A custom policy can save the operators that :func:`attention_operators` returns.
 
 A policy decides for each operator whether to save its result. Outside of compiled graphs, every attention call is one
 operator, ``ring_backends::attend``. In a compiled graph, ``ring_backends::attend_forward`` returns the result on one
-device without dropout, and else ``ring_backends::ring_forward`` (:mod:`ring_backends.engine.compiled`).
+device without dropout, and else ``ring_backends::ring_forward`` (:mod:`ring_backends.engine.operators`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, cast
 
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from ring_backends.engine import compiled, recomputation
+from ring_backends.engine.operators import RESULT_OPERATORS
 from ring_backends.torch_internals import in_backward
 
 __all__ = ["attention_operators", "keep_attention", "remember_attention"]
@@ -40,7 +40,7 @@ def attention_operators() -> list[Any]:
     ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes this list; a policy function can test whether
     an operator is in it.
     """
-    return [recomputation.OPERATOR, *compiled.RESULT_OPERATORS]
+    return [*RESULT_OPERATORS]
 
 
 def keep_attention() -> Contexts:

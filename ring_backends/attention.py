@@ -10,16 +10,15 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ring_backends.engine import compiled
-from ring_backends.engine.autograd import RingExecutor, Start, attend, no_hops
+from ring_backends.engine import operators
+from ring_backends.engine.binding import Binding, register
 from ring_backends.engine.cache import KeyValueCache
-from ring_backends.engine.call import AttentionCall, autocast, look_up
+from ring_backends.engine.call import autocast
 from ring_backends.engine.decoding import check_cache, check_step, configuration_of
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.engine.validation import (
@@ -30,14 +29,11 @@ from ring_backends.engine.validation import (
     check_tensors,
     draw_seed,
 )
-from ring_backends.engine.wire import Hops
 from ring_backends.kernels.merge import merge_zero_value_
 from ring_backends.kernels.score_mod import ScoreMod
-from ring_backends.ring.calls import Configuration
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.transfer import Transfer
 from ring_backends.schedule.pattern import DilatedPattern, HeadMode, Offset, Padding
-from ring_backends.torch_internals import has_values
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -48,7 +44,7 @@ class RingDilatedAttention(nn.Module, ABC):
 
     An adapter subclasses this class and implements :meth:`ring_pass`. Under ``torch.compile`` a call does not break the
     graph, unless it has a ``score_mod``. It becomes one operator in the forward and one in the backward
-    (:mod:`ring_backends.engine.compiled`).
+    (:mod:`ring_backends.engine.operators`).
 
     Args:
         segment_lengths, dilation_rates, head_mode, offset, padding, window_lengths: as in :class:`DilatedPattern`.
@@ -104,7 +100,7 @@ class RingDilatedAttention(nn.Module, ABC):
         self.scale = check_scale(scale)
         self.grad_wire_dtype = check_grad_wire_dtype(grad_wire_dtype)
         self.kernel = kernel
-        self._handle = compiled.register_module(self)
+        self._handle = register(self)
 
     @property
     def ring(self) -> Ring:
@@ -116,15 +112,21 @@ class RingDilatedAttention(nn.Module, ABC):
         before = getattr(self, "_ring", None)
         self._ring = ring
         if before is None or before.agreement is not ring.agreement:
-            self._module_number = "0" if ring.agreement is None else str(ring.agreement.number_module())
+            self._name = "0" if ring.agreement is None else str(ring.agreement.number_module())
             self._num_copies = 0
+
+    @property
+    def binding(self) -> Binding:
+        """The present settings, which all calls with them have in common."""
+        settings = self.pattern, self._ring, self.scale, self.kernel, self.grad_wire_dtype
+        return Binding(*settings, self.ring_pass, self._name)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_handle": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._handle = compiled.register_module(self)
+        self._handle = register(self)
 
     def _copy_for(self, what: str) -> RingDilatedAttention:
         """Return a copy with the name ``what``, such as "layer 3".
@@ -134,17 +136,18 @@ class RingDilatedAttention(nn.Module, ABC):
         return self._copy(self.__getstate__(), what)
 
     def __copy__(self) -> RingDilatedAttention:
-        self._num_copies += 1
-        return self._copy(self.__getstate__(), f"copy {self._num_copies}")
+        return self._copy(self.__getstate__())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RingDilatedAttention:
-        self._num_copies += 1
-        return self._copy(copy.deepcopy(self.__getstate__(), memo), f"copy {self._num_copies}")
+        return self._copy(copy.deepcopy(self.__getstate__(), memo))
 
-    def _copy(self, state: dict[str, Any], what: str) -> RingDilatedAttention:
+    def _copy(self, state: dict[str, Any], what: str | None = None) -> RingDilatedAttention:
+        if what is None:
+            self._num_copies += 1
+            what = f"copy {self._num_copies}"
         copied = type(self).__new__(type(self))
         copied.__setstate__(state)
-        copied._module_number, copied._num_copies = f"{self._module_number}, {what}", 0
+        copied._name, copied._num_copies = f"{self._name}, {what}", 0
         return copied
 
     @abstractmethod
@@ -222,12 +225,18 @@ class RingDilatedAttention(nn.Module, ABC):
             RingPeerError: a rank died, stalled or left.
             RuntimeError: the ring has several ranks, and the current stream captures a CUDA graph.
         """
-        self.ring.check_connected()
-        dropout_p = self.dropout_p if self.training else 0.0
-        seed = self._draw_seed(dropout_seed, dropout_p)
+        dropout_p, seed = self.dropout_p if self.training else 0.0, None
+        if dropout_p or dropout_seed is not None:
+            seed = self._draw_seed(dropout_seed, dropout_p)
         tensors = (query, key, value, key_padding_mask, document_ids, seed, sinks)
         inputs = AttentionInputs(*tensors, is_causal, seq_len, return_lse, dropout_p, score_mod)
         return self._attend(inputs) if score_mod is None else self._attend_outside_graphs(inputs)
+
+    def _draw_seed(self, dropout_seed: int | None, dropout_p: float) -> Tensor | None:
+        if torch.compiler.is_compiling():
+            return draw_seed(dropout_seed, dropout_p)
+        with self.ring.report_refusals():
+            return draw_seed(dropout_seed, dropout_p)
 
     @torch.compiler.disable(reason="a score_mod is a function, and a graph takes tensors")  # type: ignore[untyped-decorator]
     def _attend_outside_graphs(self, inputs: AttentionInputs) -> Any:
@@ -239,13 +248,11 @@ class RingDilatedAttention(nn.Module, ABC):
         Returns:
             As :meth:`forward`.
         """
-        if torch.compiler.is_compiling():
-            constants = compiled.constants(self.pattern, self.ring, self.scale, self.kernel)
-            on_host = self.ring.size > 1 or inputs.dropout_seed is not None
-            return compiled.attend(self._handle if on_host else None, inputs.tensors, inputs.options, constants)
-        inputs, call = self._check_call(inputs)
-        start = self._start(call, inputs, needs_gradients=inputs.needs_gradients)
-        return attend(inputs, RingExecutor(call, start, self.ring.report_refusals))
+        if not torch.compiler.is_compiling():
+            return operators.attend(self.binding, inputs)
+        options = inputs.options | operators.settings_of(self.pattern, self.ring, self.scale, self.kernel)
+        works_on_host = self.ring.size > 1 or inputs.dropout_seed is not None
+        return operators.attend_in_graph(self._handle if works_on_host else None, inputs.tensors, options)
 
     def new_cache(self, max_len: int | None = None) -> KeyValueCache:
         """Make an empty cache of keys and values for :meth:`prefill` and :meth:`decode`.
@@ -339,7 +346,7 @@ class RingDilatedAttention(nn.Module, ABC):
             self._check_cache(cache)
             settings = cache, self.pattern, self.scale, self.kernel
             step = check_step(query, key, value, key_padding_mask, sinks, score_mod, *settings)
-        out, lse = step.result(configuration_of(step, self._module_number))
+        out, lse = step.result(configuration_of(step, self._name))
         if sinks is not None:
             merge_zero_value_(out, lse, sinks[:, None])
         cache.append(step.key.transpose(1, 2), step.value.transpose(1, 2), step.ignored)
@@ -360,61 +367,14 @@ class RingDilatedAttention(nn.Module, ABC):
                 f"cache was made for {cache.pattern}, and this module has {self.pattern}: make it with the module's "
                 "new_cache()."
             )
-        if cache.owner not in (None, self._module_number):
+        if cache.owner not in (None, self._name):
             raise ValueError(
-                f"cache holds the keys of module {cache.owner}, and this is module {self._module_number}: make one "
+                f"cache holds the keys of module {cache.owner}, and this is module {self._name}: make one "
                 "cache for each module, with its new_cache()."
             )
-        cache.owner = self._module_number
+        cache.owner = self._name
         if self.training and self.dropout_p:
             raise ValueError(f"dropout_p = {self.dropout_p}: decoding has no dropout; call eval() on the module.")
-
-    def _draw_seed(self, dropout_seed: int | None, dropout_p: float) -> Tensor | None:
-        if torch.compiler.is_compiling():
-            return draw_seed(dropout_seed, dropout_p)
-        with self.ring.report_refusals():
-            return draw_seed(dropout_seed, dropout_p)
-
-    def _check_call(
-        self, inputs: AttentionInputs, settings: tuple[DilatedPattern, float | None, str] | None = None
-    ) -> tuple[AttentionInputs, AttentionCall]:
-        """Check a call, and return its inputs, cast by autocast, with the checked call.
-
-        If a check fails, the error is also reported to the other ranks.
-
-        Args:
-            settings: pattern, scale and kernel of a compiled call; None for those that the module has now.
-        """
-        with self.ring.report_refusals():
-            pattern, scale, kernel = settings or (self.pattern, self.scale, self.kernel)
-            inputs, call = look_up(inputs, pattern, self.ring, scale, kernel, self.grad_wire_dtype)
-            if self.ring.size > 1 and not has_values(inputs.query):
-                raise ValueError(
-                    f"query is a meta or fake tensor, and the ring has {self.ring.size} ranks: a hop cannot send it; "
-                    "use a module with ring=None, or tensors with values."
-                )
-        return inputs, call
-
-    def _start(self, call: AttentionCall, inputs: AttentionInputs, *, needs_gradients: bool) -> Start:
-        """Return a function that waits until all ranks agree on a call, and then begins its forward or backward."""
-        if self.ring.agreement is None:
-            return no_hops
-        configuration = call.configuration(inputs, self._module_number, needs_gradients=needs_gradients)
-        return partial(self._hops, call, configuration, needs_gradients)
-
-    def _hops(
-        self,
-        call: AttentionCall,
-        configuration: Configuration,
-        needs_gradients: bool,
-        direction: str,
-        inputs: AttentionInputs,
-    ) -> Hops:
-        agreement = self.ring.agreement
-        assert agreement is not None
-        begun = agreement.begin(configuration, direction=direction)
-        self.ring.connect(begun, call.pairs(inputs, needs_gradients=needs_gradients), inputs.query)
-        return Hops(self.ring.rank, self.ring_pass, begun, agreement, self.ring.traffic)
 
     def extra_repr(self) -> str:
         options = asdict(self.pattern) | {"scale": self.scale, "kernel": self.kernel, "dropout_p": self.dropout_p}
@@ -477,5 +437,4 @@ def dilated_attention(
     seed = draw_seed(dropout_seed, dropout_p)
     tensors = (query, key, value, key_padding_mask, document_ids, seed, sinks)
     inputs = AttentionInputs(*tensors, is_causal, None, return_lse, dropout_p, score_mod)
-    inputs, call = look_up(inputs, pattern, _ALONE, check_scale(scale), kernel)
-    return attend(inputs, RingExecutor(call))
+    return operators.attend(Binding(pattern, _ALONE, check_scale(scale), kernel), inputs)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ring_backends.attention import RingDilatedAttention
+from ring_backends.engine.binding import Binding
 from ring_backends.engine.call import AttentionCall
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels.dtype import without_autocast
@@ -72,15 +73,14 @@ def attention_weights(
     >>> (weights[0, 0, 0] * 6).round().tolist()  # query 0 sees keys 0 and 1 in both branches
     [2.0, 2.0, 1.0, 1.0]
     """
-    ring = attention.ring
-    ring.check_connected()
+    binding, ring = attention.binding, attention.ring
     tensors = (query, key, key, key_padding_mask, document_ids)
     options: dict[str, Any] = {"sinks": sinks, "is_causal": is_causal, "seq_len": seq_len, "score_mod": score_mod}
-    inputs, call = attention._check_call(AttentionInputs(*tensors, **options))
+    inputs, call = binding.check(AttentionInputs(*tensors, **options))
     layout = call.layout
     with ring.report_refusals():
         chosen = _check_positions(positions, layout.seq_len)
-    begun, gather = _agree_on_gather(attention, call, inputs, chosen)
+    begun, gather = _agree_on_gather(binding, call, inputs, chosen)
     dtype, here = statistics_dtype(inputs.query.dtype), layout.positions(ring.rank)
     with begun, without_autocast(query.device):
         rows = gather(_rows_here(inputs.query.to(dtype), here, chosen)).sum(0)
@@ -89,7 +89,7 @@ def attention_weights(
         if score_mod is not None:
             pairs = PairScores.of_rows(score_mod, chosen.to(scores.device), here.to(scores.device), *scores.shape[:2])
             scores = pairs.modified(scores)
-        counts = _counts(attention.pattern, query.shape[2], chosen, here, layout.seq_len, is_causal).to(scores)
+        counts = _counts(binding.pattern, query.shape[2], chosen, here, layout.seq_len, is_causal).to(scores)
         scores = (scores + counts.clamp(min=1).log()).masked_fill(counts == 0, -torch.inf)
         if key_padding_mask is not None:
             scores = scores.masked_fill(key_padding_mask[:, None, None], -torch.inf)
@@ -98,7 +98,7 @@ def attention_weights(
             hidden = (of_queries != document_ids[:, None, None]) | (of_queries < 0)
             scores = scores.masked_fill(hidden, -torch.inf)
         sums = gather(scores.logsumexp(3))
-        phantoms = _phantoms(attention.pattern, query.shape[2], chosen, layout.seq_len, is_causal).to(scores).log()
+        phantoms = _phantoms(binding.pattern, query.shape[2], chosen, layout.seq_len, is_causal).to(scores).log()
         lse = torch.cat([sums, phantoms.expand_as(sums[:1])]).logsumexp(0).unsqueeze(3)
         if sinks is not None:
             lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None, None])
@@ -106,7 +106,7 @@ def attention_weights(
 
 
 def _agree_on_gather(
-    attention: RingDilatedAttention, call: AttentionCall, inputs: AttentionInputs, chosen: Tensor
+    binding: Binding, call: AttentionCall, inputs: AttentionInputs, chosen: Tensor
 ) -> tuple[contextlib.AbstractContextManager[None], Callable[[Tensor], Tensor]]:
     """Agree on this call with the other ranks.
 
@@ -114,10 +114,10 @@ def _agree_on_gather(
         A context manager that reports an error of this rank to the others, and a function that stacks all ranks'
         tensors [ring size, …].
     """
-    ring, agreement = attention.ring, attention.ring.agreement
+    ring, agreement = binding.ring, binding.ring.agreement
     if agreement is None:
         return contextlib.nullcontext(), lambda tensor: tensor.unsqueeze(0)
-    agreed = call.configuration(inputs, attention._module_number, needs_gradients=False).fields
+    agreed = call.configuration(inputs, binding.name, needs_gradients=False).fields
     configuration = Configuration({**agreed, "positions": chosen.tolist()})
     begun = agreement.begin(configuration, direction="attention_weights", check_again=True)
     indices = itertools.count()

@@ -146,15 +146,13 @@ class UlyssesAttention:
             ValueError: ``ulysses_size`` does not divide the heads or the key/value heads, the ranks do not hold
                 equally many rows, or ``dropout_p`` is not 0.
         """
-        ring = self.ring
+        ring, binding = self.ring, self.module.binding
+        inputs, checked = binding.check(inputs)
         assert ring.agreement is not None
-        inputs, checked = self.module._check_call(inputs)
         query, key, value = inputs.query, inputs.key, inputs.value
         with ring.report_refusals():
             _check_trade(inputs, checked.layout.seq_len, ring)
-        configuration = checked.configuration(
-            inputs, self.module._module_number, needs_gradients=inputs.needs_gradients
-        )
+        configuration = checked.configuration(inputs, binding.name, needs_gradients=inputs.needs_gradients)
         call = ring.agreement.begin(configuration)
         statistics: list[Tensor] = []
         first_head = query.shape[2] // ring.ulysses_size * ring.ulysses_rank

@@ -2,7 +2,7 @@
 
 Hops go between coordinates of the mesh's ring axis. They have their own process group, so that they never queue behind
 FSDP's parameter collectives (:mod:`ring_backends.adapters.fsdp.ring_pass`). In a compiled block, a call with all its
-hops is one operator, so the block stays one graph (:mod:`ring_backends.engine.compiled`).
+hops is one operator, so the block stays one graph (:mod:`ring_backends.engine.operators`).
 
 Gradients are always reduced over data × ring. Parameters are sharded over all of it, or with ``strategy="hsdp"`` within
 groups of as many ranks as a ring has. If gradients were reduced over the data axis alone, every ring rank would keep

@@ -4,7 +4,7 @@ FSDP runs its all-gathers and reduce-scatters on CUDA streams of its own, beside
 same. A peer is a coordinate on the mesh's ring axis. The ring's process group has its ranks in the order of that axis,
 so a coordinate is also a group rank.
 
-In a compiled block, a call with all its hops is one operator (:mod:`ring_backends.engine.compiled`), which calls the
+In a compiled block, a call with all its hops is one operator (:mod:`ring_backends.engine.operators`), which calls the
 functions of this file, too.
 
 No GPU has run the stream branch. It is tested with a simulated one.

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_backends.engine.autograd import attend
 from ring_backends.engine.call import check_call
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.engine.local_rows import local_rows
+from ring_backends.engine.operators import execute
 from ring_backends.engine.sums import BlockGrads, BlockOut, Result
 from ring_backends.engine.wire_buffers import RowFormat, WireBuffer, wire_layout
 from ring_backends.kernels.base import StepKernels
@@ -191,5 +191,5 @@ def all_gather_attention(
     """
     assert value.shape == key.shape, "values of another width are not compared"
     inputs = AttentionInputs(query, key, value, is_causal=is_causal, seq_len=seq_len)
-    out: Tensor = attend(inputs, AllGatherExecutor(inputs, pattern, ring))
+    out: Tensor = execute(inputs, AllGatherExecutor(inputs, pattern, ring))
     return out

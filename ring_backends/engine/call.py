@@ -31,7 +31,7 @@ from ring_backends.schedule.planner import rank_plan
 from ring_backends.schedule.rank_plan import RankPlan
 from ring_backends.schedule.ring_schedule import RingSchedule
 from ring_backends.schedule.tiling import max_tile_bytes
-from ring_backends.torch_internals import untraced
+from ring_backends.torch_internals import has_values, untraced
 
 ENVIRONMENT = ("TRITON_INTERPRET", "TORCH_CUDNN_SDPA_AVOID_RECOMPILE")
 """The environment variables that the choice of kernels reads."""
@@ -162,15 +162,21 @@ def look_up(
     grad_wire_dtype: torch.dtype | None = None,
 ) -> tuple[AttentionInputs, AttentionCall]:
     """Like :func:`check_call`, but a configuration that was checked before is not checked again."""
+    if inputs.score_mod is not None:
+        inputs = _with_translation(inputs, kernel)
     settings = pattern, ring.size, ring.rank, ring.layout_kind, ring.data_rank, scale, kernel, grad_wire_dtype
-    inputs = _with_translation(inputs, kernel)
-    key = _key(inputs, settings) if isinstance(kernel, str) else None
+    key = _key(inputs, kernel, settings) if isinstance(kernel, str) else None
     call = None if key is None else _calls.get(key)
     if call is not None:
-        _check_score_mod(inputs, call.layout)  # what it captures may have changed
-        device = inputs.query.device.type
-        return (_cast(inputs) if torch.is_autocast_enabled(device) else inputs), call
+        if inputs.score_mod is not None:
+            _check_score_mod(inputs, call.layout)  # what it captures may have changed
+        return (_cast(inputs) if torch.is_autocast_enabled(inputs.query.device.type) else inputs), call
     inputs, call = check_call(inputs, pattern, ring, scale, kernel)
+    if ring.size > 1 and not has_values(inputs.query):
+        raise ValueError(
+            f"query is a meta or fake tensor, and the ring has {ring.size} ranks: a hop cannot send it; use a module "
+            "with ring=None, or tensors with values."
+        )
     if grad_wire_dtype is not None:
         call = replace(call, grad_wire_dtype=grad_wire_dtype)
     if key is not None:
@@ -185,10 +191,9 @@ def _with_translation(inputs: AttentionInputs, kernel: str) -> AttentionInputs:
 
     The code of a function does not say whether it has one, so each call finds out before its hops.
     """
-    if inputs.score_mod is None or not isinstance(inputs.query, Tensor):
+    if not isinstance(inputs.query, Tensor) or not (inputs.query.is_cuda or kernel == "triton_dilated"):
         return inputs
-    if not inputs.query.is_cuda and kernel != "triton_dilated":
-        return inputs
+    assert inputs.score_mod is not None
     try:
         return replace(inputs, score_mod=TranslatedScoreMod(inputs.score_mod, translate(inputs.score_mod)))
     except UntranslatableError:
@@ -202,17 +207,24 @@ def forget_calls() -> None:
     rank_plan.cache_clear()
 
 
-def _key(inputs: AttentionInputs, settings: tuple[object, ...]) -> object:
+def _key(inputs: AttentionInputs, kernel: str, settings: tuple[object, ...]) -> object:
     """Everything that a checked call depends on; None for arguments that are checked in each call."""
-    query, key, value = inputs.query, inputs.key, inputs.value
-    marks = inputs.key_padding_mask, inputs.document_ids, inputs.sinks
+    query, key, value, score_mod = inputs.query, inputs.key, inputs.value, inputs.score_mod
     options = inputs.is_causal, inputs.return_lse, inputs.seq_len
-    is_translated = isinstance(inputs.score_mod, TranslatedScoreMod)
-    score_mod = None
-    if inputs.score_mod is not None:
-        score_mod = identity(inputs.score_mod), captured_values(inputs.score_mod), is_translated
-    types = *map(type, (query, key, value)), *(Tensor if x is None else type(x) for x in marks)
-    if not _PLAIN.issuperset(types) or tuple(map(type, options)) not in _OPTIONS:
+    of_score_mod = None
+    if score_mod is not None:
+        of_score_mod = identity(score_mod), captured_values(score_mod), isinstance(score_mod, TranslatedScoreMod)
+    types = {type(query), type(key), type(value)}
+    of_marks: tuple[object, ...] = ()
+    for marks in (inputs.key_padding_mask, inputs.document_ids, inputs.sinks):
+        if marks is None:
+            of_marks += (None,)
+        elif isinstance(marks, Tensor):
+            types.add(type(marks))
+            of_marks += (marks.shape, marks.dtype, marks.device)
+        else:
+            return None
+    if not types <= _PLAIN or (type(options[0]), type(options[1]), type(options[2])) not in _OPTIONS:
         return None
     device = query.device
     if device != key.device or device != value.device:
@@ -229,10 +241,10 @@ def _key(inputs: AttentionInputs, settings: tuple[object, ...]) -> object:
         _autocast_dtype(device.type),
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
-        () if device.type == "cpu" and "auto" in settings else tuple(map(os.environ.get, ENVIRONMENT)),
-        tuple(None if x is None else (x.shape, x.dtype, x.device) for x in marks),
+        () if device.type == "cpu" and kernel == "auto" else tuple(map(os.environ.get, ENVIRONMENT)),
+        of_marks,
         options,
-        score_mod,
+        of_score_mod,
         inputs.dropout_p if inputs.dropout_seed is not None else None,
     )
 
@@ -253,7 +265,8 @@ def check_call(
     check_sinks(inputs.sinks, query)
     check_documents(inputs.document_ids, pattern)
     layout = check_layout(query.shape[1], inputs.seq_len, ring)
-    _check_score_mod(inputs, layout)
+    if inputs.score_mod is not None:
+        _check_score_mod(inputs, layout)
     schedule = _schedule(pattern, layout, query.shape[2], key.shape[2], inputs.is_causal)
     dropout = None
     if inputs.dropout_p and inputs.dropout_seed is not None:
@@ -275,8 +288,6 @@ def check_call(
 
 def _check_score_mod(inputs: AttentionInputs, layout: SequenceLayout) -> None:
     given = inputs.score_mod
-    if given is None:
-        return
     function = given.function if isinstance(given, TranslatedScoreMod) else given
     check_score_mod(function, inputs.query, layout.seq_len, needs_gradients=inputs.needs_gradients)
 

@@ -66,8 +66,10 @@ class AttentionInputs:
     @property
     def needs_gradients(self) -> bool:
         """Whether a backward may follow."""
-        leaves = (self.query, self.key, self.value, self.sinks)
-        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
+        if not torch.is_grad_enabled():
+            return False
+        is_of_sinks = self.sinks is not None and self.sinks.requires_grad
+        return self.query.requires_grad or self.key.requires_grad or self.value.requires_grad or is_of_sinks
 
 
 TENSORS = ("query", "key", "value", "key_padding_mask", "document_ids", "dropout_seed", "sinks")

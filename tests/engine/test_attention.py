@@ -208,8 +208,8 @@ def test_a_forward_without_gradients_plans_no_backward() -> None:
 
 
 def test_tensors_without_values_are_refused_on_a_ring() -> None:
-    ring = Ring(size=2, rank=0, ranks=(0, 1))
+    ring = Ring(size=2, rank=0, ranks=(0, 1), agreement=mock.Mock())
     attention = ThreadRingDilatedAttention([8], [1], ring=ring)
     tensors = torch.empty(3, 1, 4, 2, 8, device="meta")
     with pytest.raises(ValueError, match="query is a meta or fake tensor, and the ring has 2 ranks"):
-        attention._check_call(AttentionInputs(*tensors))
+        attention(*tensors)

@@ -62,7 +62,7 @@ def test_the_kept_tensors_are_out_and_lse() -> None:
     stored = forward.storage[attention_operators()[0]]  # private: a list until torch 2.12, later a dict
     wrapped = itertools.chain(*(stored.values() if isinstance(stored, dict) else stored))
     kept = [(tensor.val.dtype, tuple(tensor.val.shape)) for tensor in wrapped]
-    of_call = [(torch.bfloat16, (1, 64, 4, 8)), (torch.float32, (1, 64, 4)), (torch.int64, (9,))]
+    of_call = [(torch.bfloat16, (1, 64, 4, 8)), (torch.float32, (1, 64, 4)), (torch.int64, (10,))]
     assert kept == 2 * of_call
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ring_backends.activation_checkpointing import keep_attention
 from ring_backends.adapters.native import RingDilatedAttention
-from ring_backends.engine import compiled
+from ring_backends.engine import binding, operators
+from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.testing.compiled import Graphs
 from ring_backends.testing.marks import THOROUGH, matrix_but
 from ring_backends.testing.reference import reference_attention
@@ -136,15 +138,16 @@ def test_operators_keep_the_rules_of_torch(kernel: str, pattern: Any, dtype: tor
     """No result shares memory with another or with an input, and fake results have the strides of real ones."""
     attention = RingDilatedAttention(*pattern, kernel=kernel)
     query, key, value = tensors(batch=2, dtype=dtype)
-    inputs = [query, key, value, None, None, None, None]
-    options = json.dumps({"is_causal": True, "seq_len": SEQ_LEN, "return_lse": False, "dropout_p": 0.0})
-    constants = json.dumps(compiled.constants(attention.pattern, attention.ring, None, kernel))
+    inputs = AttentionInputs(query, key, value, is_causal=True, seq_len=SEQ_LEN)
+    settings = operators.settings_of(attention.pattern, attention.ring, None, kernel)
+    options = json.dumps(inputs.options | settings | {"needs_gradients": True})
     checks = "test_schema", "test_faketensor"
-    torch.library.opcheck(compiled.attend_forward, (inputs, options, constants), test_utils=checks)
-    out, lse = compiled.attend_forward(inputs, options, constants)
-    of_backward = [*inputs, out, lse, torch.randn_like(out)]
-    torch.library.opcheck(compiled.attend_backward, (of_backward, options, constants), test_utils=checks)
-    grads = compiled.attend_backward(of_backward, options, constants)
+    forward, backward = torch.ops.ring_backends.attend_forward, torch.ops.ring_backends.attend_backward
+    torch.library.opcheck(forward.default, (None, inputs.tensors, options), test_utils=checks)
+    out, lse, _ = forward(None, inputs.tensors, options)
+    of_backward = [*inputs.tensors, out, lse, torch.randn_like(out)]
+    torch.library.opcheck(backward.default, (None, of_backward, options), test_utils=checks)
+    grads = backward(None, of_backward, options)
     held = [x.untyped_storage().data_ptr() for x in (query, key, value, of_backward[-1], out, lse, *grads)]
     assert len({*held}) == len(held)
     assert all(x.is_contiguous() for x in (out, lse, *grads))
@@ -179,3 +182,20 @@ def test_activation_checkpointing(how: str) -> None:
     assert forward == {"attend_forward": 1}
     assert backward["attend_backward"] == 1
     assert backward["attend_forward"] == (how == "recomputed")
+
+
+def test_a_call_does_not_need_its_module_any_more() -> None:
+    inputs = tensors(requires_grad=True)
+    attention = RingDilatedAttention(**PATTERN)
+    out, lse = torch.compile(attention, fullgraph=True, backend="aot_eager")(*inputs, return_lse=True)
+    assert not lse.requires_grad
+    wanted = torch.autograd.grad(reference_attention(*inputs, **PATTERN)[0].sum(), inputs)
+    with mock.patch.dict(binding._bound.data, clear=True):
+        assert_near(torch.autograd.grad(out.sum(), inputs), wanted)
+
+
+def test_errors_quote_the_message_of_the_check() -> None:
+    query, _, _ = tensors()
+    function = torch.compile(RingDilatedAttention(**PATTERN), fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError, match=r"ValueError.*key has shape \[1, 3, 4, 8\]"):
+        function(query, query[:, :3], query)

@@ -31,7 +31,7 @@ def traced_calls() -> list[list[tuple[str, str]]]:
     def note(frame: FrameType, event: str, _: object) -> None:
         path = str(Path(frame.f_code.co_filename).resolve())
         if event == "call" and path.startswith(ROOMS):
-            found[-1].append((path.removeprefix(f"{ROOT}/"), frame.f_code.co_qualname))
+            found[-1].append((path.removeprefix(f"{ROOT}/"), frame.f_code.co_name))
 
     for _ in range(3):  # the last round is warm
         found[:] = [[]]

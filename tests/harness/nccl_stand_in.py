@@ -43,7 +43,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ring_backends.attention import RingDilatedAttention
-from ring_backends.engine import recomputation
+from ring_backends.engine import operators
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels import aten_cpu, blockwise
 from ring_backends.ring import rendezvous, stream_hops, transfer
@@ -689,8 +689,8 @@ def simulated_gpu() -> Iterator[Process]:
         (aten_cpu, "all_finite", lambda *_: True),  # else the host would wait for each tile
         (blockwise, "_is_finite", lambda tensor: False),
         (RingDilatedAttention, "_attend", _on_gpu(RingDilatedAttention._attend)),
-        (recomputation, "in_dispatch_mode", lambda: torch._C._len_torch_dispatch_stack() > 1),
-        (recomputation, "without_dispatch_modes", _gpu_alone),
+        (operators, "in_dispatch_mode", lambda: torch._C._len_torch_dispatch_stack() > 1),
+        (operators, "without_dispatch_modes", _gpu_alone),
         (Tensor, "record_stream", lambda tensor, stream: gpu().allocator.adopt(tensor).recorded.add(stream)),
         *((Tensor, name, _reading(getattr(Tensor, name))) for name in ("tolist", "numpy", "__reduce_ex__")),
     ]
