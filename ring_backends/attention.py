@@ -19,17 +19,14 @@ from ring_backends.engine import operators
 from ring_backends.engine.binding import Binding, register
 from ring_backends.engine.cache import KeyValueCache
 from ring_backends.engine.call import autocast
-from ring_backends.engine.decoding import check_cache, check_step, configuration_of
+from ring_backends.engine.decoding import check_prefill, decode
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.engine.validation import (
     check_dropout,
     check_grad_wire_dtype,
-    check_layout,
     check_scale,
-    check_tensors,
     draw_seed,
 )
-from ring_backends.kernels.merge import merge_zero_value_
 from ring_backends.kernels.score_mod import ScoreMod
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.transfer import Transfer
@@ -290,15 +287,9 @@ class RingDilatedAttention(nn.Module, ABC):
         Raises:
             ValueError: as :meth:`forward`; or the cache was made for another ring, or is not empty.
         """
-        with self.ring.report_refusals():
-            self._check_cache(cache)
-            if cache.seq_len:
-                raise ValueError(f"cache has {cache.seq_len} tokens: prefill() begins a sequence; use decode().")
-            check_tensors(autocast(query), autocast(key), autocast(value), key_padding_mask)
-            check_cache(cache, autocast(key), autocast(value))
-            seq_len = check_layout(query.shape[1], seq_len, self.ring).seq_len
-            if cache.max_len is not None and seq_len > cache.max_len:
-                raise ValueError(f"seq_len = {seq_len}: the cache has max_len = {cache.max_len}; make it larger.")
+        dropout_p = self.dropout_p if self.training else 0.0
+        inputs = AttentionInputs(query, key, value, key_padding_mask, seq_len=seq_len, dropout_p=dropout_p)
+        seq_len = check_prefill(self.binding, cache, inputs)
         options: dict[str, Any] = {"key_padding_mask": key_padding_mask, "sinks": sinks, "score_mod": score_mod}
         results = self(query, key, value, is_causal=True, seq_len=seq_len, return_lse=return_lse, **options)
         cache.fill(autocast(key), autocast(value), key_padding_mask, seq_len)
@@ -342,39 +333,11 @@ class RingDilatedAttention(nn.Module, ABC):
             RingMismatchError: the ranks' calls, caches or tokens differ.
             RingPeerError: a rank died, stalled or left.
         """
-        with self.ring.report_refusals():
-            self._check_cache(cache)
-            settings = cache, self.pattern, self.scale, self.kernel
-            step = check_step(query, key, value, key_padding_mask, sinks, score_mod, *settings)
-        out, lse = step.result(configuration_of(step, self._name))
-        if sinks is not None:
-            merge_zero_value_(out, lse, sinks[:, None])
-        cache.append(step.key.transpose(1, 2), step.value.transpose(1, 2), step.ignored)
-        out = out.transpose(1, 2).to(step.query.dtype)
+        options: dict[str, Any] = {"sinks": sinks, "score_mod": score_mod}
+        options["dropout_p"] = self.dropout_p if self.training else 0.0
+        inputs = AttentionInputs(query, key, value, key_padding_mask, **options)
+        out, lse = decode(self.binding, cache, inputs)
         return (out, lse) if return_lse else out
-
-    def _check_cache(self, cache: KeyValueCache) -> None:
-        self.ring.check_connected()
-        if not isinstance(cache, KeyValueCache):
-            raise TypeError(f"cache = {type(cache).__name__}: expected a cache of attention.new_cache().")
-        if cache.ring is not self.ring:
-            rings = (f"a {ring.layout_kind} ring of {ring.size}" for ring in (cache.ring, self.ring))
-            raise ValueError(
-                "cache was made for {}, but this module is on {}: make it with the module's new_cache().".format(*rings)
-            )
-        if cache.pattern != self.pattern:
-            raise ValueError(
-                f"cache was made for {cache.pattern}, and this module has {self.pattern}: make it with the module's "
-                "new_cache()."
-            )
-        if cache.owner not in (None, self._name):
-            raise ValueError(
-                f"cache holds the keys of module {cache.owner}, and this is module {self._name}: make one "
-                "cache for each module, with its new_cache()."
-            )
-        cache.owner = self._name
-        if self.training and self.dropout_p:
-            raise ValueError(f"dropout_p = {self.dropout_p}: decoding has no dropout; call eval() on the module.")
 
     def extra_repr(self) -> str:
         options = asdict(self.pattern) | {"scale": self.scale, "kernel": self.kernel, "dropout_p": self.dropout_p}

@@ -111,40 +111,48 @@ class AttentionCall:
             few_hops=self.few_hops,
         )
 
-    def configuration(self, inputs: AttentionInputs, module_number: str, *, needs_gradients: bool) -> Configuration:
+    def configuration(self, inputs: AttentionInputs, name: str, *, needs_gradients: bool) -> Configuration:
         """The fields of this call that must be the same on all ranks."""
-        key = module_number, needs_gradients
+        key = name, needs_gradients
         if key not in self._configurations:
-            self._configurations[key] = self._configuration(inputs, module_number, needs_gradients)
+            self._configurations[key] = self._configuration(inputs, name, needs_gradients)
         return self._configurations[key]
 
-    def _configuration(self, inputs: AttentionInputs, module_number: str, needs_gradients: bool) -> Configuration:
-        query, mask, documents = inputs.query, inputs.key_padding_mask, inputs.document_ids
+    def _configuration(self, inputs: AttentionInputs, name: str, needs_gradients: bool) -> Configuration:
+        documents, schedule = inputs.document_ids, self.schedule
         return Configuration(
             {
-                "order of calls": f"attention {module_number}",
-                "batch": query.shape[0],
-                "heads": self.schedule.num_heads,
-                "key/value heads": self.schedule.kv_heads,
-                "head_dim": query.shape[3],
-                "value_dim": inputs.value.shape[3],
-                "dtype": str(query.dtype),
-                "device": query.device.type,
-                **asdict(self.schedule.pattern),
+                "order of calls": f"attention {name}",
+                **fields_of(inputs),
+                **asdict(schedule.pattern),
                 "seq_len": self.layout.seq_len,
                 "layout": self.layout.kind,
-                "is_causal": self.schedule.is_causal,
+                "is_causal": schedule.is_causal,
                 "scale": self.scale,
-                "key_padding_mask": "none" if mask is None else "given",
-                "sinks": "none" if inputs.sinks is None else "given",
-                "score_mod": "none" if inputs.score_mod is None else identity(inputs.score_mod),
-                "captured by score_mod": "" if inputs.score_mod is None else captured_values(inputs.score_mod),
                 "document_ids": "none" if documents is None else f"given, {documents.dtype}",
                 "dropout_p": 0.0 if self.dropout is None else self.dropout.p,
                 "grad_wire_dtype": "none" if self.grad_wire_dtype is None else str(self.grad_wire_dtype),
                 "gradients": "needed" if needs_gradients else "not needed",
             }
         )
+
+
+def fields_of(inputs: AttentionInputs) -> dict[str, object]:
+    """The fields of a call or of a step of decoding, except its length, that must be the same on all ranks."""
+    query, score_mod = inputs.query, inputs.score_mod
+    return {
+        "batch": query.shape[0],
+        "heads": query.shape[2],
+        "key/value heads": inputs.key.shape[2],
+        "head_dim": query.shape[3],
+        "value_dim": inputs.value.shape[3],
+        "dtype": str(query.dtype),
+        "device": query.device.type,
+        "key_padding_mask": "none" if inputs.key_padding_mask is None else "given",
+        "sinks": "none" if inputs.sinks is None else "given",
+        "score_mod": "none" if score_mod is None else identity(score_mod),
+        "captured by score_mod": "" if score_mod is None else captured_values(score_mod),
+    }
 
 
 MAX_CALLS = 512
@@ -170,7 +178,7 @@ def look_up(
     if call is not None:
         if inputs.score_mod is not None:
             _check_score_mod(inputs, call.layout)  # what it captures may have changed
-        return (_cast(inputs) if torch.is_autocast_enabled(inputs.query.device.type) else inputs), call
+        return (cast_inputs(inputs) if torch.is_autocast_enabled(inputs.query.device.type) else inputs), call
     inputs, call = check_call(inputs, pattern, ring, scale, kernel)
     if ring.size > 1 and not has_values(inputs.query):
         raise ValueError(
@@ -259,7 +267,7 @@ def check_call(
     """
     check_flag("is_causal", inputs.is_causal)
     check_flag("return_lse", inputs.return_lse)
-    inputs = _cast(inputs)
+    inputs = cast_inputs(inputs)
     query, key, value = inputs.query, inputs.key, inputs.value
     check_tensors(query, key, value, inputs.key_padding_mask, inputs.document_ids)
     check_sinks(inputs.sinks, query)
@@ -333,7 +341,8 @@ def _autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
-def _cast(inputs: AttentionInputs) -> AttentionInputs:
+def cast_inputs(inputs: AttentionInputs) -> AttentionInputs:
+    """Cast query, key and value by autocast."""
     query, key, value = map(autocast, (inputs.query, inputs.key, inputs.value))
     return replace(inputs, query=query, key=key, value=value)
 

@@ -10,20 +10,21 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ring_backends.engine.binding import Binding
 from ring_backends.engine.cache import ENDLESS, KeyValueCache
-from ring_backends.engine.call import autocast
-from ring_backends.engine.validation import check_sinks, check_tensors
+from ring_backends.engine.call import cast_inputs, fields_of
+from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.engine.validation import check_layout, check_sinks, check_tensors
 from ring_backends.errors import RingMismatchError
 from ring_backends.kernels import Kernel, KernelInputs, PairRule, TileInputs, select_kernel
 from ring_backends.kernels.constants import constant
-from ring_backends.kernels.merge import merge_, statistics_dtype
+from ring_backends.kernels.merge import merge_, merge_zero_value_, statistics_dtype
 from ring_backends.kernels.per_tile import forward_tile
-from ring_backends.kernels.score_mod import PairScores, ScoreMod, captured_values, check_score_mod, identity
+from ring_backends.kernels.score_mod import PairScores, check_score_mod
 from ring_backends.kernels.steps import split_scale
 from ring_backends.ring.calls import Configuration
 from ring_backends.schedule.bands import CAUSAL, Band, Blocks, Part, as_slice, cut_band
@@ -31,6 +32,12 @@ from ring_backends.schedule.pattern import DilatedPattern
 
 MAX_EXCHANGED_BYTES = 32 * 2**20
 """The most memory for results of all ranks at a time. The results of longer steps are exchanged in parts."""
+
+Keys = tuple[Tensor, Tensor, Tensor | None]
+"""Keys and values, [batch, key/value heads, rows, …], and bool, True for a key to ignore."""
+
+Heads = slice | tuple[int, ...]
+"""An index of heads: a slice if possible."""
 
 _TOLERANCE = 0.05
 """By how much the keys of equal tokens may differ between ranks, relative to their norm: more than rounding."""
@@ -55,111 +62,79 @@ class Group:
     band: int | None
 
 
-class _Queries(NamedTuple):
-    """The new tokens of a group: views of query, and of the out and LSE so far, [batch, heads, rows, …]."""
-
-    query: Tensor
-    out: Tensor
-    lse: Tensor
-
-
-class _Keys(NamedTuple):
-    """Keys and values of a group, [batch, key/value heads, rows, …], and bool, True for a key to ignore."""
-
-    key: Tensor
-    value: Tensor
-    ignored: Tensor | None
-
-    @classmethod
-    def of(
-        cls,
-        key: Tensor | None,
-        value: Tensor | None,
-        ignored: Tensor | None,
-        rows: slice,
-        heads: slice | tuple[int, ...],
-    ) -> _Keys:
-        """The rows of some heads. ``ignored`` is [batch, 1, rows]."""
-        assert key is not None
-        assert value is not None
-        key, value = (_heads_of(x[:, :, rows], heads) for x in (key, value))
-        mask = None if ignored is None else ignored[:, :, rows].expand(-1, key.shape[1], -1)
-        return cls(key, value, mask)
-
-
 @dataclass(frozen=True)
 class Step:
     """One checked step.
 
     Attributes:
-        query: [batch, heads, new tokens, head_dim].
-        key: [batch, key/value heads, new tokens, head_dim].
-        value: [batch, key/value heads, new tokens, value_dim].
-        ignored: bool [batch, new tokens], True for a key to ignore; None for none.
-        has_sinks: whether the call has sinks. They are merged after the exchange.
-        score_mod: changes the score of each pair; None for no change.
+        inputs: the tensors of the step, [batch, new tokens, …], cast by autocast.
     """
 
-    pattern: DilatedPattern
+    binding: Binding
     cache: KeyValueCache
     kernel: Kernel
     scale: float
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    ignored: Tensor | None
-    has_sinks: bool
-    score_mod: ScoreMod | None = None
+    inputs: AttentionInputs
 
     def local_result(self) -> tuple[Tensor, Tensor]:
         """out and LSE of the new tokens over this rank's keys, in the statistics dtype."""
-        query, cache = self.query, self.cache
+        inputs, cache = self.inputs, self.cache
+        query, key, value = (x.transpose(1, 2) for x in (inputs.query, inputs.key, inputs.value))
         sign, scale = split_scale(self.scale)
         signed = query if sign == 1 else query * sign
-        ignored = None if self.ignored is None else self.ignored.unsqueeze(1)
-        batch, num_heads, tokens, _ = query.shape
-        shape = batch, tokens, num_heads, self.value.shape[3]
+        mask = inputs.key_padding_mask
+        own = key, value, None if mask is None else mask.unsqueeze(1)
+        shape = *inputs.query.shape[:3], inputs.value.shape[3]
         out = query.new_zeros(shape, dtype=statistics_dtype(query.dtype)).transpose(1, 2)
         lse = torch.full_like(out[..., 0], -math.inf)
-        ring = cache.ring
-        for number, group in enumerate(groups(self.pattern, query.shape[1], cache.seq_len, query.shape[2])):
+        pattern, ring = self.binding.pattern, cache.ring
+        for number, group in enumerate(groups(pattern, query.shape[1], cache.seq_len, query.shape[2])):
             heads = as_slice(group.heads)
             place = slice(None), heads, as_slice(group.rows)
-            kv_heads = _kv_heads(group.heads, query.shape[1] // self.key.shape[1])
-            rate, start = self.pattern.dilation_rates[group.branch], cache.seq_len + group.rows.start
-            queries = _Queries(signed[place], out[place], lse[place])
+            kv_heads = _kv_heads(group.heads, query.shape[1] // key.shape[1])
+            rate, start = pattern.dilation_rates[group.branch], cache.seq_len + group.rows.start
+            queries = signed[place], out[place], lse[place]
             of_queries = range(start, start + len(group.rows) * rate, rate)
             for rows, positions in cache.rows(group.begin, cache.seq_len, rate):
                 band = None if group.band is None else group.band - (start - positions.start) // rate
-                keys = _Keys.of(cache.key, cache.value, cache.ignored, rows, kv_heads)
+                keys = _rows_of_keys((cache.key, cache.value, cache.ignored), rows, kv_heads)
                 blocks = blocks_of_cached(len(group.rows), len(positions), positions.step // rate, band)
                 self._attend(queries, keys, blocks, scale, self._pair_scores(group.heads, of_queries, positions))
             if number % ring.size == ring.rank:  # every rank has the keys of the new tokens
-                keys = _Keys.of(self.key, self.value, ignored, as_slice(group.rows), kv_heads)
+                keys = _rows_of_keys(own, as_slice(group.rows), kv_heads)
                 blocks = _blocks(len(group.rows), len(group.rows), Band(below=group.band, above=0))
                 self._attend(queries, keys, blocks, scale, self._pair_scores(group.heads, of_queries, of_queries))
         return out, lse
 
     def _pair_scores(self, heads: range, queries: range, keys: range) -> PairScores | None:
         """The score_mod of some heads, queries and keys, given by their positions; None without."""
-        if self.score_mod is None:
+        query, score_mod = self.inputs.query, self.inputs.score_mod
+        if score_mod is None:
             return None
         entries, numbers, of_queries, of_keys = (
-            torch.arange(x.start, x.stop, x.step, device=self.query.device)
-            for x in (range(self.query.shape[0]), heads, queries, keys)
+            torch.arange(x.start, x.stop, x.step, device=query.device)
+            for x in (range(query.shape[0]), heads, queries, keys)
         )
-        return PairScores(self.score_mod, entries, numbers, of_queries[None, None], of_keys[None, None])
+        return PairScores(score_mod, entries, numbers, of_queries[None, None], of_keys[None, None])
 
     def _attend(
-        self, queries: _Queries, keys: _Keys, blocks: Iterator[Blocks], scale: float, pairs: PairScores | None
+        self,
+        queries: tuple[Tensor, Tensor, Tensor],
+        keys: Keys,
+        blocks: Iterator[Blocks],
+        scale: float,
+        pairs: PairScores | None,
     ) -> None:
-        """Attend from the queries to the keys, and merge the results into those so far."""
+        """Attend from queries to keys, and merge the results into out and LSE so far.
+
+        Args:
+            queries: query, out and LSE, [batch, heads, rows, …].
+        """
         for block in blocks:
             for part in block.parts:
                 query, into_out, into_lse = (_rows_of(x, part.queries, block) for x in queries)
-                key, value, mask = (None if x is None else _rows_of(x, part.keys, block) for x in keys)
-                assert key is not None
-                assert value is not None
+                key, value = (_rows_of(x, part.keys, block) for x in keys[:2])
+                mask = None if keys[2] is None else _rows_of(keys[2], part.keys, block)
                 if block.repeats > 1:
                     query, key, value = (x.flatten(0, 1) for x in (query, key, value))
                     mask = None if mask is None else mask.flatten(0, 1)
@@ -171,7 +146,7 @@ class Step:
                     out, lse = (x.unflatten(0, (-1, block.repeats)) for x in (out, lse))
                 merge_(into_out, into_lse, out, lse)
 
-    def result(self, configuration: Configuration) -> tuple[Tensor, Tensor]:
+    def result(self) -> tuple[Tensor, Tensor]:
         """The merged results of all ranks. They are the same on every rank, bit by bit.
 
         Raises:
@@ -180,8 +155,8 @@ class Step:
         ring = self.cache.ring
         if ring.agreement is None:
             return self.local_result()
-        call = ring.agreement.begin(configuration)
-        ring.connect_all_gather(call, self.query)
+        call = ring.agreement.begin(self._configuration())
+        ring.connect_all_gather(call, self.inputs.query)
         with ring.agreement.report_errors(call):
             out, lse = self.local_result()
             marks = self._marks().to(out.dtype)
@@ -203,13 +178,23 @@ class Step:
                 )
         return out, lse
 
+    def _configuration(self) -> Configuration:
+        """The fields that must be the same on all ranks. They are the same in every step of one kind."""
+        fields = {
+            "order of calls": f"decode {self.binding.name}",
+            **fields_of(self.inputs),
+            "new tokens": self.inputs.query.shape[1],
+            "scale": self.scale,
+        }
+        return _kept_configuration(tuple(fields.items()), self.binding.pattern)
+
     def _marks(self) -> Tensor:
         """What must be equal on all ranks, [batch, new tokens, 4]: each key's sum and norm, and the state of the cache.
 
         Ranks with different hardware may round keys differently, so equal bits are not required. The state is the
         length of the cache and a checksum of its edits, both modulo 2²⁴, which is exact in fp32.
         """
-        keys = self.key.transpose(1, 2).flatten(2).double()
+        keys = self.inputs.key.flatten(2).double()
         weights = torch.arange(keys.shape[-1], device=keys.device, dtype=torch.float64).mul_(12.9898).cos_()
         state = (torch.full_like(keys[..., 0], number % 2**24) for number in (self.cache.seq_len, self.cache.edits))
         return torch.stack([keys @ weights, keys.norm(dim=-1), *state], -1)
@@ -237,27 +222,60 @@ class Step:
             )
 
 
-def check_step(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    ignored: Tensor | None,
-    sinks: Tensor | None,
-    score_mod: ScoreMod | None,
-    cache: KeyValueCache,
-    pattern: DilatedPattern,
-    scale: float | None,
-    kernel: str,
-) -> Step:
+def decode(binding: Binding, cache: KeyValueCache, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """Attend from new tokens to the cache and to each other, and add them to the cache.
+
+    Args:
+        inputs: the tensors, [batch, new tokens, …], and the score_mod of the step.
+
+    Returns:
+        out [batch, new tokens, heads, value_dim] in query's dtype, and LSE [batch, heads, new tokens].
+
+    Raises:
+        ValueError, TypeError: an argument is invalid, or does not fit the cache.
+        RingMismatchError, RingPeerError: the ranks' steps differ, or a rank is gone.
+    """
+    with binding.ring.report_refusals():
+        step = check_step(binding, cache, inputs)
+    out, lse = step.result()
+    inputs = step.inputs
+    if inputs.sinks is not None:
+        merge_zero_value_(out, lse, inputs.sinks[:, None])
+    cache.append(inputs.key, inputs.value, inputs.key_padding_mask)
+    return out.transpose(1, 2).to(inputs.query.dtype), lse
+
+
+def check_prefill(binding: Binding, cache: KeyValueCache, inputs: AttentionInputs) -> int:
+    """Check that a cache can keep the keys and values of a prompt, and return the length of the prompt.
+
+    Raises:
+        ValueError, TypeError: an argument is invalid, or does not fit the cache.
+    """
+    with binding.ring.report_refusals():
+        _check_owner(binding, cache, inputs.dropout_p)
+        if cache.seq_len:
+            raise ValueError(f"cache has {cache.seq_len} tokens: prefill() begins a sequence; use decode().")
+        inputs = cast_inputs(inputs)
+        check_tensors(inputs.query, inputs.key, inputs.value, inputs.key_padding_mask)
+        _check_sizes(cache, inputs.key, inputs.value)
+        seq_len = check_layout(inputs.query.shape[1], inputs.seq_len, binding.ring).seq_len
+        if cache.max_len is not None and seq_len > cache.max_len:
+            raise ValueError(f"seq_len = {seq_len}: the cache has max_len = {cache.max_len}; make it larger.")
+    return seq_len
+
+
+def check_step(binding: Binding, cache: KeyValueCache, inputs: AttentionInputs) -> Step:
     """Check the arguments of a step, [batch, new tokens, heads, head_dim].
 
     Raises:
         ValueError, TypeError: an argument is invalid, or does not fit the cache.
     """
-    query, key, value = map(autocast, (query, key, value))
+    _check_owner(binding, cache, inputs.dropout_p)
+    inputs = cast_inputs(inputs)
+    query, key, value, ignored = inputs.query, inputs.key, inputs.value, inputs.key_padding_mask
     check_tensors(query, key, value, ignored)
-    check_sinks(sinks, query)
-    check_cache(cache, key, value)
+    check_sinks(inputs.sinks, query)
+    _check_sizes(cache, key, value)
     if query.shape[1] < 1:
         raise ValueError("query has no tokens: a step has at least one.")
     seq_len = cache.seq_len + query.shape[1]
@@ -266,30 +284,54 @@ def check_step(
             f"query has {query.shape[1]} tokens, but the cache has {cache.seq_len} of max_len = {cache.max_len}: make "
             "the cache with a larger max_len, or truncate it."
         )
-    pattern.check(seq_len=seq_len, num_heads=query.shape[2])
+    binding.pattern.check(seq_len=seq_len, num_heads=query.shape[2])
+    score_mod = inputs.score_mod
     if score_mod is not None:
         check_score_mod(score_mod, query, seq_len, needs_gradients=False)
-    has_mask = ignored is not None or cache.ignored is not None
     needs = KernelInputs(
         query.device,
         query.dtype,
         query.shape[3],
-        has_key_mask=has_mask,
+        has_key_mask=ignored is not None or cache.ignored is not None,
         needs_grad=False,
         is_step=True,
         score_mod=score_mod,
         value_dim=value.shape[3],
     )
     # No kernel that reads rows in place decodes, so a score_mod is not translated.
-    chosen = select_kernel("math" if kernel == "auto" and score_mod is not None else kernel, needs)
+    chosen = select_kernel("math" if binding.kernel == "auto" and score_mod is not None else binding.kernel, needs)
     if chosen.reads_in_place:
         chosen = select_kernel("math", needs)
-    scale = query.shape[3] ** -0.5 if scale is None else scale
-    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    return Step(pattern, cache, chosen, scale, query, key, value, ignored, sinks is not None, score_mod)
+    scale = query.shape[3] ** -0.5 if binding.scale is None else binding.scale
+    return Step(binding, cache, chosen, scale, inputs)
 
 
-def check_cache(cache: KeyValueCache, key: Tensor, value: Tensor) -> None:
+def _check_owner(binding: Binding, cache: object, dropout_p: float) -> None:
+    """Refuse a cache that was not made for this attention."""
+    binding.ring.check_connected()
+    if not isinstance(cache, KeyValueCache):
+        raise TypeError(f"cache = {type(cache).__name__}: expected a cache of attention.new_cache().")
+    if cache.ring is not binding.ring:
+        rings = (f"a {ring.layout_kind} ring of {ring.size}" for ring in (cache.ring, binding.ring))
+        raise ValueError(
+            "cache was made for {}, but this module is on {}: make it with the module's new_cache().".format(*rings)
+        )
+    if cache.pattern != binding.pattern:
+        raise ValueError(
+            f"cache was made for {cache.pattern}, and this module has {binding.pattern}: make it with the module's "
+            "new_cache()."
+        )
+    if cache.owner not in (None, binding.name):
+        raise ValueError(
+            f"cache holds the keys of module {cache.owner}, and this is module {binding.name}: make one cache for each "
+            "module, with its new_cache()."
+        )
+    cache.owner = binding.name
+    if dropout_p:
+        raise ValueError(f"dropout_p = {dropout_p}: decoding has no dropout; call eval() on the module.")
+
+
+def _check_sizes(cache: KeyValueCache, key: Tensor, value: Tensor) -> None:
     """Refuse keys and values, [batch, seq, key/value heads, …], that do not fit a cache with rows."""
     if cache.key is None or cache.value is None:
         return
@@ -309,32 +351,8 @@ def check_cache(cache: KeyValueCache, key: Tensor, value: Tensor) -> None:
             )
 
 
-def configuration_of(step: Step, module_number: str) -> Configuration:
-    """The fields of a step that must be the same on all ranks. They are the same in every step of one kind."""
-    query, ignored = step.query, step.ignored
-    return _configuration(
-        step.pattern,
-        (
-            ("order of calls", f"decode {module_number}"),
-            ("batch", query.shape[0]),
-            ("heads", query.shape[1]),
-            ("key/value heads", step.key.shape[1]),
-            ("head_dim", query.shape[3]),
-            ("value_dim", step.value.shape[3]),
-            ("new tokens", query.shape[2]),
-            ("dtype", str(query.dtype)),
-            ("device", query.device.type),
-            ("scale", step.scale),
-            ("key_padding_mask", "none" if ignored is None else "given"),
-            ("sinks", "given" if step.has_sinks else "none"),
-            ("score_mod", "none" if step.score_mod is None else identity(step.score_mod)),
-            ("captured by score_mod", "" if step.score_mod is None else captured_values(step.score_mod)),
-        ),
-    )
-
-
 @lru_cache(maxsize=256)
-def _configuration(pattern: DilatedPattern, fields: tuple[tuple[str, object], ...]) -> Configuration:
+def _kept_configuration(fields: tuple[tuple[str, object], ...], pattern: DilatedPattern) -> Configuration:
     return Configuration({**dict(fields), **asdict(pattern)})
 
 
@@ -418,7 +436,7 @@ def _as_range(numbers: Sequence[int]) -> range:
     return found
 
 
-def _kv_heads(heads: range, group_size: int) -> slice | tuple[int, ...]:
+def _kv_heads(heads: range, group_size: int) -> Heads:
     """The key/value heads of some heads, so that their order fits a kernel's grouped heads."""
     of_heads = tuple(head // group_size for head in heads)
     distinct = sorted(set(of_heads))
@@ -430,8 +448,13 @@ def _kv_heads(heads: range, group_size: int) -> slice | tuple[int, ...]:
     return as_slice(found) if [*found] == distinct else tuple(distinct)
 
 
-def _heads_of(tensor: Tensor, heads: slice | tuple[int, ...]) -> Tensor:
-    """The chosen heads of a tensor [batch, heads, ...]."""
+def _rows_of_keys(keys: tuple[Tensor | None, Tensor | None, Tensor | None], rows: slice, heads: Heads) -> Keys:
+    """The rows of some heads. The mask of ``keys`` is [batch, 1, rows]."""
+    key, value, ignored = (None if x is None else x[:, :, rows] for x in keys)
+    assert key is not None
+    assert value is not None
     if isinstance(heads, slice):
-        return tensor[:, heads]
-    return tensor.index_select(1, constant(heads, tensor))
+        key, value = key[:, heads], value[:, heads]
+    else:
+        key, value = (x.index_select(1, constant(heads, x)) for x in (key, value))
+    return key, value, None if ignored is None else ignored.expand(-1, key.shape[1], -1)

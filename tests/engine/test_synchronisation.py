@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ring_backends import DilatedPattern
 from ring_backends.engine.backward import backward
+from ring_backends.engine.binding import Binding
 from ring_backends.engine.cache import KeyValueCache
 from ring_backends.engine.call import AttentionCall, check_call
 from ring_backends.engine.decoding import check_step
@@ -120,13 +121,14 @@ def test_no_step_of_decoding_makes_the_host_wait(kernel: Any, has_mask: bool) ->
     skip_if_refused(kernel, KernelInputs(torch.device("meta"), dtype, 16, has_key_mask=has_mask, needs_grad=False))
     # With rate 2, heads 0, 2, 4, ... of the first offset have the key/value heads 0, 0, 1, 2, 2, 3.
     pattern = DilatedPattern([64, 300], [1, 2], window_lengths=[None, 2])
-    cache = KeyValueCache(Ring(ranks=(0,)), pattern)
+    binding = Binding(pattern, Ring(), None, kernel.name)
+    cache = KeyValueCache(binding.ring, pattern)
     with RefuseCopies(), RefuseCopiedNumbers():
         query = torch.empty(2, 1, 12, 16, device="meta", dtype=dtype)
         key, value = (torch.empty(2, 1, 4, 16, device="meta", dtype=dtype) for _ in range(2))
         ignored = torch.empty(2, 1, device="meta", dtype=torch.bool) if has_mask else None
         for _ in range(4):
-            step = check_step(query, key, value, ignored, None, None, cache, pattern, None, kernel.name)
+            step = check_step(binding, cache, AttentionInputs(query, key, value, ignored))
             out, lse = step.local_result()
             cache.append(key, value, ignored)
     assert out.shape == (2, 12, 1, 16)
