@@ -33,7 +33,7 @@ with importing("the deepspeed adapter cannot import DeepSpeed", "deepspeed"):
     from ring_backends.adapters.deepspeed.ring_pass import post_hop, start_deepspeed
     from ring_backends.adapters.deepspeed.settings import engine_settings
     from ring_backends.adapters.deepspeed.training import DeepSpeedTraining
-    from ring_backends.adapters.deepspeed.ulysses import UlyssesAttention, UlyssesRing, connect_ulysses
+    from ring_backends.adapters.deepspeed.ulysses import UlyssesRing, attend_in_groups, connect_ulysses
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -97,21 +97,14 @@ def _sequence_parallel_group(group: DeviceMesh | dist.ProcessGroup | None, mpu: 
 class DeepSpeedRingDilatedAttention(_RingDilatedAttention):
     """Ring dilated attention whose hops are deepspeed.comm's point-to-point operations."""
 
-    _trades: UlyssesAttention | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_trades": None}
-
     def ring_pass(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
-        return post_hop(self.ring, outgoing, incoming, tag)
+        ring = self.ring.hop_ring if isinstance(self.ring, UlyssesRing) else self.ring
+        return post_hop(ring, outgoing, incoming, tag)
 
     def _attend(self, inputs: AttentionInputs) -> Any:
-        if not isinstance(self.ring, UlyssesRing):
-            return super()._attend(inputs)
-        # Built at the first call, and again after another ring has been assigned, for example after unpickling.
-        if self._trades is None or self._trades.ring is not self.ring:
-            self._trades = UlyssesAttention(self, self.ring)
-        return self._trades(inputs)
+        if isinstance(self.ring, UlyssesRing):
+            return attend_in_groups(self, self.ring, inputs)
+        return super()._attend(inputs)
 
 
 RingDilatedAttention = DeepSpeedRingDilatedAttention

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import deepspeed.comm as comm
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.engine.operators import attend
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.kernels.score_mod import ScoreMod
 from ring_backends.ring.rendezvous import connect
@@ -121,99 +122,85 @@ class _ShareOfHeads(DilatedPattern):
         super().check(seq_len=seq_len, num_heads=num_heads * self.ulysses_size)
 
 
-class UlyssesAttention:
-    """One attention module's calls over a :class:`UlyssesRing`.
+@lru_cache(maxsize=64)
+def _share_of_heads(pattern: DilatedPattern, size: int, rank: int) -> DilatedPattern:
+    return _ShareOfHeads(**asdict(pattern), ulysses_size=size, ulysses_rank=rank)
 
-    Attributes:
-        module: the user's attention module, over the whole ring.
+
+# A compiled graph cannot compare the ranks' calls.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attend_in_groups(module: RingDilatedAttention, ring: UlyssesRing, inputs: AttentionInputs) -> Any:
+    """Attend as :meth:`RingDilatedAttention._attend` does.
+
+    Args:
+        module: the user's attention module. Its ``ring_pass`` sends over ``ring.hop_ring``.
         ring: the ring of ``module``.
-        share: attention over ``ring.hop_ring`` for this rank's share of the heads.
+
+    Raises:
+        ValueError: ``ulysses_size`` does not divide the heads or the key/value heads, the ranks do not hold equally
+            many rows, or ``dropout_p`` is not 0.
     """
+    binding = module.binding
+    inputs, checked = binding.check(inputs)
+    assert ring.agreement is not None
+    seq_len = checked.layout.seq_len
+    with ring.report_refusals():
+        _check_trade(inputs, seq_len, ring)
+    configuration = checked.configuration(inputs, binding.name, needs_gradients=inputs.needs_gradients)
+    call = ring.agreement.begin(configuration)
+    pattern = _share_of_heads(binding.pattern, ring.ulysses_size, ring.ulysses_rank)
+    share, order = replace(binding, pattern=pattern, ring=ring.hop_ring), _order(ring, seq_len, inputs.query.device)
+    statistics: list[Tensor] = []
 
-    def __init__(self, module: RingDilatedAttention, ring: UlyssesRing) -> None:
-        self.module, self.ring, branches = module, ring, vars(module.pattern)
-        options: Any = {name: getattr(module, name) for name in ("scale", "kernel", "grad_wire_dtype")}
-        self.share = type(module)(**branches, ring=ring.hop_ring, **options)
-        sizes: Any = {"ulysses_size": ring.ulysses_size, "ulysses_rank": ring.ulysses_rank}
-        self.share.pattern = _ShareOfHeads(**branches, **sizes)
-
-    # A compiled graph cannot compare the ranks' calls.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, inputs: AttentionInputs) -> Any:
-        """Attend as :meth:`RingDilatedAttention._attend` does.
-
-        Raises:
-            ValueError: ``ulysses_size`` does not divide the heads or the key/value heads, the ranks do not hold
-                equally many rows, or ``dropout_p`` is not 0.
-        """
-        ring, binding = self.ring, self.module.binding
-        inputs, checked = binding.check(inputs)
-        assert ring.agreement is not None
-        query, key, value = inputs.query, inputs.key, inputs.value
-        with ring.report_refusals():
-            _check_trade(inputs, checked.layout.seq_len, ring)
-        configuration = checked.configuration(inputs, binding.name, needs_gradients=inputs.needs_gradients)
-        call = ring.agreement.begin(configuration)
-        statistics: list[Tensor] = []
-        first_head = query.shape[2] // ring.ulysses_size * ring.ulysses_rank
-        try:
-            others = replace(
-                inputs,
-                seq_len=checked.layout.seq_len,
-                key_padding_mask=self._of_group(inputs.key_padding_mask),
-                document_ids=self._of_group(inputs.document_ids),
-                sinks=None if inputs.sinks is None else inputs.sinks.chunk(ring.ulysses_size)[ring.ulysses_rank],
-                score_mod=None if inputs.score_mod is None else partial(_of_share, inputs.score_mod, first_head),
-            )
-            # Built for each call: it holds a process group, and a module that keeps one cannot be copied.
-            trade = DistributedAttention(self._attend_share, ring.ulysses_group, scatter_idx=2, gather_idx=1)
-            out = trade(query, key, value, 0, inputs=others, statistics=statistics)
-            if not inputs.return_lse:
-                return out
-            lse = single_all_to_all(statistics[0].transpose(1, 2).unsqueeze(-1), 1, 2, 0, ring.ulysses_group)
-        except (RingMismatchError, RingPeerError, torch.OutOfMemoryError):
-            raise
-        except RuntimeError as error:  # the exchange of heads for rows has failed, and the ring's call fails with it
-            what = f"rank {ring.rank} waited for its Ulysses group to exchange heads for rows"
-            ring.agreement.fail(call, what, error)
-        return out, lse.squeeze(-1).transpose(1, 2)
-
-    def _attend_share(
-        self, query: Tensor, key: Tensor, value: Tensor, *, inputs: AttentionInputs, statistics: list[Tensor]
-    ) -> Tensor:
+    def attend_share(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend with this rank's share of the heads to all rows of its group, which are in the order of its ranks."""
-        inputs = replace(inputs, query=query, key=key, value=value, return_lse=True)
-        assert inputs.seq_len is not None
-        order = self._order(inputs.seq_len, query.device)
+        rows = [query, key, value, mask, documents]
         if order is not None:
-            of_rows = ("query", "key", "value", "key_padding_mask", "document_ids")
-            rows: dict[str, Any] = {name: getattr(inputs, name) for name in of_rows}
-            ordered: dict[str, Any] = {name: None if x is None else x[:, order] for name, x in rows.items()}
-            inputs = replace(inputs, **ordered)
-        out, lse = self.share._attend(inputs)
+            rows = [None if x is None else x[:, order] for x in rows]
+        out, lse = attend(share, AttentionInputs.of([*rows, None, sinks], options))
         if order is not None:
             back = order.argsort()
             out, lse = out[:, back], lse[:, :, back]
         statistics.append(lse)
         return cast(Tensor, out.contiguous())
 
-    def _order(self, seq_len: int, device: torch.device) -> Tensor | None:
-        """The permutation that takes the group's rows to the order of the hop ring's shard; None if they are equal."""
-        ring = self.ring
-        if ring.layout_kind == "contiguous":
-            return None
-        layout, first = ring.layout(seq_len), ring.rank - ring.ulysses_rank
-        positions = torch.cat([layout.positions(rank, device) for rank in range(first, first + ring.ulysses_size)])
-        return positions.argsort()
+    try:
+        mask, documents = (_of_group(ring, marks) for marks in (inputs.key_padding_mask, inputs.document_ids))
+        sinks = None if inputs.sinks is None else inputs.sinks.chunk(ring.ulysses_size)[ring.ulysses_rank]
+        options = inputs.options | {"seq_len": seq_len, "return_lse": True}
+        if inputs.score_mod is not None:
+            first_head = inputs.query.shape[2] // ring.ulysses_size * ring.ulysses_rank
+            options["score_mod"] = partial(_of_share, inputs.score_mod, first_head)
+        trade = DistributedAttention(attend_share, ring.ulysses_group, scatter_idx=2, gather_idx=1)
+        out = trade(inputs.query, inputs.key, inputs.value, 0)
+        if not inputs.return_lse:
+            return out
+        lse = single_all_to_all(statistics[0].transpose(1, 2).unsqueeze(-1), 1, 2, 0, ring.ulysses_group)
+    except (RingMismatchError, RingPeerError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:  # the exchange of heads for rows has failed, and the ring's call fails with it
+        what = f"rank {ring.rank} waited for its Ulysses group to exchange heads for rows"
+        ring.agreement.fail(call, what, error)
+    return out, lse.squeeze(-1).transpose(1, 2)
 
-    def _of_group(self, marks: Tensor | None) -> Tensor | None:
-        """All-gather a mask or document ids over the group, in the order of its ranks."""
-        if marks is None:
-            return None
-        own = marks.contiguous().view(torch.uint8)  # gloo does not gather bool
-        gathered = [torch.empty_like(own) for _ in range(self.ring.ulysses_size)]
-        comm.all_gather(gathered, own, group=self.ring.ulysses_group)
-        return torch.cat([part.view(marks.dtype) for part in gathered], 1)
+
+def _order(ring: UlyssesRing, seq_len: int, device: torch.device) -> Tensor | None:
+    """The permutation that takes the group's rows to the order of the hop ring's shard; None if they are equal."""
+    if ring.layout_kind == "contiguous":
+        return None
+    layout, first = ring.layout(seq_len), ring.rank - ring.ulysses_rank
+    positions = torch.cat([layout.positions(rank, device) for rank in range(first, first + ring.ulysses_size)])
+    return positions.argsort()
+
+
+def _of_group(ring: UlyssesRing, marks: Tensor | None) -> Tensor | None:
+    """All-gather a mask or document ids over the group, in the order of its ranks."""
+    if marks is None:
+        return None
+    own = marks.contiguous().view(torch.uint8)  # gloo does not gather bool
+    gathered = [torch.empty_like(own) for _ in range(ring.ulysses_size)]
+    comm.all_gather(gathered, own, group=ring.ulysses_group)
+    return torch.cat([part.view(marks.dtype) for part in gathered], 1)
 
 
 def _of_share(
