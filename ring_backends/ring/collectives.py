@@ -120,11 +120,9 @@ def _compare(
     digest = float(agreement.events.summary(event))
     # One size and one tag for all comparisons, so that ranks that compare different things still receive a row.
     row = [digest, *map(float, numbers), *[0.0] * (_NUMBERS - 1 - len(numbers))]
-    mine = torch.tensor(row, dtype=torch.float64, device=_device(ring))
     fields = {**event.fields, **values}
     call = agreement.begin(_COMPARISON, details=fields, timeout=timeout)
-    gathered = ring.all_gather(call, mine, 0).tolist()
-    _synchronize(ring, mine)
+    gathered = _all_gather(ring, call, torch.tensor(row, dtype=torch.float64, device="cpu")).tolist()
     if any(row[0] != digest for row in gathered):
         raise_difference(agreement, fields)
     return [row[1 : 1 + len(numbers)] for row in gathered]
@@ -166,11 +164,10 @@ def gather_texts(
     lengths = [int(length) for (length,) in agree(ring, name, None, [len(mine)], timeout)]
     if ring.size == 1 or not any(lengths):
         return [text] * ring.size
-    padded = torch.frombuffer(bytearray(mine.ljust(max(lengths), b"\0")), dtype=torch.uint8).to(_device(ring))
+    padded = torch.frombuffer(bytearray(mine.ljust(max(lengths), b"\0")), dtype=torch.uint8)
     call = _begin(ring, f"texts of {name}", timeout)
     assert call is not None
-    gathered = ring.all_gather(call, padded, 0).cpu()
-    _synchronize(ring, padded)
+    gathered = _all_gather(ring, call, padded)
     return [bytes(row[:length].tolist()).decode() for row, length in zip(gathered, lengths, strict=True)]
 
 
@@ -315,10 +312,13 @@ def _begin(ring: Ring, name: str, timeout: timedelta | None = None, **fields: ob
     return ring.agreement.begin(Configuration({"order of calls": name, **fields}), timeout=timeout)
 
 
-def _synchronize(ring: Ring, mine: Tensor) -> None:
-    """Wait for the hops of an exchange of ``mine``: what a GPU has received is garbage if a hop has failed."""
+def _all_gather(ring: Ring, call: Call, mine: Tensor) -> Tensor:
+    """All-gather a tensor of host memory, over a GPU if the ring has only NCCL."""
+    mine = mine.to(_device(ring))
+    gathered = ring.all_gather(call, mine, 0).cpu()
     if transfer.stream_device([mine]) is not None:
-        ring.synchronize()
+        ring.synchronize()  # what a GPU has received is garbage if a hop has failed
+    return gathered
 
 
 def _without_repetition(tensor: Tensor) -> Tensor:

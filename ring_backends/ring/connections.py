@@ -57,15 +57,12 @@ class Connections:
     def end(self) -> None:
         """Close the connections, if possible between two posts."""
         self.followed.are_aborted = True  # first: an aborted hop ends with anything in its headers
-        is_between_posts = False
+        is_between_posts = self._posting.acquire(timeout=_LONGEST_POST)
         try:
-            is_between_posts = self._posting.acquire(timeout=_LONGEST_POST)
-        finally:  # a post that waits for a peer ends in no other way
-            try:
-                self.abort()
-            finally:
-                if is_between_posts:
-                    self._posting.release()
+            self.abort()  # a post that waits for a peer ends in no other way
+        finally:
+            if is_between_posts:
+                self._posting.release()
 
     def close(self, what: str, call: Call | None = None, raised: str | None = None) -> Report:
         """Publish a report of this rank's latest calls, and close the ring. A closed ring keeps its first report.
