@@ -211,6 +211,7 @@ class Agreement:
         while self.connections.followed:
             time.sleep(0.001)
             self.check()
+        self.check()  # a ring that another thread has just closed follows no hops
 
     def fail(self, call: Call, what: str, cause: BaseException) -> NoReturn:
         """Close the ring after a failed wait, collect the other ranks' reports, and raise the error that they show.
