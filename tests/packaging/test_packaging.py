@@ -6,6 +6,7 @@ in it twice. These tests build the sdist and the wheel from a copy of the tree, 
 
 from __future__ import annotations
 
+import ast
 import configparser
 import os
 import pkgutil
@@ -17,6 +18,7 @@ import tarfile
 import zipfile
 from email.message import Message
 from email.parser import Parser
+from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import distributions, entry_points
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,32 @@ def test_the_sdist_builds_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Pat
     (tree,) = tmp_path.iterdir()
     assert (tree / Path(__file__).relative_to(ROOT)).is_file()
     assert names_in(build("wheel", tree, tmp_path / "out")) == names_in(wheel)
+
+
+def imports_of(source: str, modules: set[str]) -> set[str]:
+    """The modules that a module imports anywhere, also in a function or for annotations only."""
+    imported = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            imported |= names if names <= modules else {*names, str(node.module)}
+    return imported & modules
+
+
+def test_no_modules_form_a_circle() -> None:
+    """Also through the ``__init__`` of a package, which import-linter does not see."""
+    sources = {
+        ".".join(Path(name).with_suffix("").parts).removesuffix(".__init__"): path.read_text(encoding="utf-8")
+        for name, path in tree_files().items()
+        if path.suffix == ".py"
+    }
+    assert imports_of(sources["ring_backends.releases"], {*sources}) == {"ring_backends"}
+    try:
+        TopologicalSorter({name: imports_of(text, {*sources}) for name, text in sources.items()}).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle: {', imported by '.join(error.args[1])}")
 
 
 @pytest.mark.skipif((ROOT / "PKG-INFO").exists(), reason="an unpacked sdist holds no symlinks")
