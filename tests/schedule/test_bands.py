@@ -79,3 +79,11 @@ def test_a_window_meets_its_own_rows_first(rows: int, width: int, is_causal: boo
         else:
             assert set(own) >= {*queries, *keys}
     assert sorted(own) == [*range(rows)]
+
+
+def test_a_causal_window_costs_two_kernel_calls() -> None:
+    """Of equal blocks, each has a causal triangle of its own keys, and an anticausal one of the keys before it."""
+    first, others = cut_band(64, 64, Band(15, 0), 1024)
+    assert first.parts == (Part(range(16), range(16), CAUSAL),)
+    before = Part(range(16, 31), range(1, 16), ANTICAUSAL)
+    assert others == ((Part(range(16, 32), range(16, 32), CAUSAL), before), 3, 16)
