@@ -11,7 +11,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ring_backends import Ring
 from ring_backends.adapters.native import RingDilatedAttention
-from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.engine.call import AttentionInputs
 from ring_backends.ring.agreement import Agreement
 
 

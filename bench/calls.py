@@ -21,8 +21,7 @@ from report import Row, compared
 from torch import Tensor
 
 from ring_backends.adapters import native
-from ring_backends.engine.call import AttentionCall
-from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.engine.call import AttentionCall, AttentionInputs
 from ring_backends.engine.operators import RingExecutor, execute
 from ring_backends.ring.transfer import Transfer
 from ring_backends.testing.world import World

@@ -27,7 +27,7 @@ from ring_backends import available_adapters, dilated_attention, score_mods
 from ring_backends.adapters.native import NativeRingDilatedAttention
 from ring_backends.comparison.all_gather import AllGatherExecutor, all_gather_attention
 from ring_backends.comparison.rank import local_inputs
-from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.engine.call import AttentionInputs
 from ring_backends.kernels import resolve_dtype
 from ring_backends.registry import load_adapter
 from ring_backends.ring.ring import Ring

@@ -18,8 +18,8 @@ from setups import shortened
 from torch import Tensor
 
 from ring_backends.engine.backward import backward
+from ring_backends.engine.call import local_rows
 from ring_backends.engine.forward import forward
-from ring_backends.engine.local_rows import local_rows
 from ring_backends.kernels import triton_launch
 from ring_backends.kernels.dropout import Dropout
 from ring_backends.kernels.tile_table import NUMBER_ALIGNMENT

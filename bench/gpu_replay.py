@@ -17,8 +17,7 @@ from torch.distributed import HashStore
 from ring_backends import RingSchedule, SequenceLayout
 from ring_backends.cost.work import work_of
 from ring_backends.engine.binding import Binding
-from ring_backends.engine.call import AttentionCall, check_call
-from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.engine.call import AttentionCall, AttentionInputs, check_call
 from ring_backends.engine.operators import RingExecutor, execute
 from ring_backends.engine.wire import RingPass
 from ring_backends.kernels import resolve_dtype

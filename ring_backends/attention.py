@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from ring_backends.engine import operators
 from ring_backends.engine.binding import Binding, register
 from ring_backends.engine.cache import KeyValueCache
-from ring_backends.engine.call import autocast
-from ring_backends.engine.decoding import check_prefill, decode
-from ring_backends.engine.inputs import AttentionInputs
-from ring_backends.engine.validation import (
+from ring_backends.engine.call import (
+    AttentionInputs,
+    autocast,
     check_dropout,
     check_grad_wire_dtype,
     check_scale,
     draw_seed,
 )
+from ring_backends.engine.decoding import check_prefill, decode
 from ring_backends.kernels.score_mod import ScoreMod
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.transfer import Transfer
@@ -114,7 +114,7 @@ class RingDilatedAttention(nn.Module, ABC):
 
     @property
     def binding(self) -> Binding:
-        """The present settings, which all calls with them have in common."""
+        """What all calls with the present settings have in common."""
         settings = self.pattern, self._ring, self.scale, self.kernel, self.grad_wire_dtype
         return Binding(*settings, self.ring_pass, self._name)
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.engine.binding import Binding
-from ring_backends.engine.call import AttentionCall
-from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.engine.call import AttentionCall, AttentionInputs
 from ring_backends.kernels.dtype import without_autocast
 from ring_backends.kernels.merge import statistics_dtype
 from ring_backends.kernels.score_mod import PairScores, ScoreMod

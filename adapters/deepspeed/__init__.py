@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_backends.attention import RingDilatedAttention as _RingDilatedAttention
 from ring_backends.cost.arrangement import AutoOptions, RingSize, refuse_arrangement
-from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.engine.call import AttentionInputs
 from ring_backends.errors import importing
 from ring_backends.joining import as_timedelta, check_options, join_ring, show_auto_options
 from ring_backends.ring.rendezvous import connect, start_world, world_ring

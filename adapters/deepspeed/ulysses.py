@@ -27,7 +27,7 @@ from deepspeed.sequence.layer import DistributedAttention, single_all_to_all
 from torch import Tensor
 
 from ring_backends.attention import RingDilatedAttention
-from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.engine.call import AttentionInputs
 from ring_backends.engine.operators import attend
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.kernels.score_mod import ScoreMod

@@ -15,9 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_backends.engine.call import check_call
-from ring_backends.engine.inputs import AttentionInputs
-from ring_backends.engine.local_rows import local_rows
+from ring_backends.engine.call import AttentionInputs, check_call, local_rows
 from ring_backends.engine.operators import execute
 from ring_backends.engine.sums import BlockGrads, BlockOut, Result
 from ring_backends.engine.wire_buffers import RowFormat, WireBuffer, wire_layout

@@ -30,7 +30,7 @@ from ring_backends.cost.machine import (
     synchronize,
     synchronize_ranks,
 )
-from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.engine.call import AttentionInputs
 from ring_backends.engine.wire import POST_SPAN, WAIT_SPAN
 from ring_backends.kernels import resolve_dtype
 from ring_backends.kernels.base import TILE_SPAN

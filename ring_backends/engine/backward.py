@@ -8,9 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ring_backends.engine.call import AttentionCall
-from ring_backends.engine.inputs import AttentionInputs
-from ring_backends.engine.local_rows import local_rows
+from ring_backends.engine.call import AttentionCall, AttentionInputs, local_rows
 from ring_backends.engine.sums import BlockGrads, Result
 from ring_backends.engine.wire import ArrivingKeys, Hops, ReturningGrads, report_failure
 from ring_backends.kernels.base import StepKernels

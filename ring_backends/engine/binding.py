@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from ring_backends.engine.call import AttentionCall, look_up
-from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.engine.call import AttentionCall, AttentionInputs, look_up
 from ring_backends.engine.wire import Hops, RingPass
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.pattern import DilatedPattern

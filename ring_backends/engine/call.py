@@ -1,46 +1,113 @@
-"""One checked call of attention: its plan and kernel on this rank, and the configuration that all ranks share.
+"""One call of attention on this rank: its tensors and options, their checks, its kernels and its plan.
 
 What depends only on the configuration of a call is worked out once: checks, kernels, plans and the fields that the
 ranks compare. :func:`look_up` finds it again for a later call. Rule: its key holds everything that these depend on, and
-:meth:`AttentionCall.configuration` holds everything that the ranks have to agree on.
+:meth:`AttentionCall.configuration` holds everything that the ranks have to agree on. An error of a check names the
+argument, its value, the rule, and what to do.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from types import NoneType
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ring_backends.engine.inputs import AttentionInputs
-from ring_backends.engine.validation import check_documents, check_flag, check_layout, check_sinks, check_tensors
 from ring_backends.kernels import Kernel, KernelInputs, select_kernel
 from ring_backends.kernels.dropout import Dropout
-from ring_backends.kernels.score_mod import TranslatedScoreMod, captured_values, check_score_mod, identity
+from ring_backends.kernels.score_mod import (
+    ScoreMod,
+    TranslatedScoreMod,
+    captured_values,
+    check_score_mod,
+    identity,
+)
+from ring_backends.kernels.steps import StepRows, split_scale
 from ring_backends.kernels.triton_score_mod import UntranslatableError, translate
 from ring_backends.ring.calls import Configuration
 from ring_backends.ring.ring import Ring
+from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.layout import SequenceLayout
 from ring_backends.schedule.pattern import DilatedPattern
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.schedule.rank_plan import RankPlan
 from ring_backends.schedule.ring_schedule import RingSchedule
 from ring_backends.schedule.tiling import max_tile_bytes
-from ring_backends.torch_internals import has_values, untraced
+from ring_backends.torch_internals import has_values, mode_of, untraced
 
-ENVIRONMENT = ("TRITON_INTERPRET", "TORCH_CUDNN_SDPA_AVOID_RECOMPILE")
-"""The environment variables that the choice of kernels reads."""
 
-_PLAIN = {Tensor, Parameter}
-"""The types of tensors whose calls are looked up. A FakeTensor, for example, may have symbols as sizes."""
+@dataclass(frozen=True)
+class AttentionInputs:
+    """The tensors and options of one call of attention on this rank.
 
-_OPTIONS = {(bool, bool, int), (bool, bool, NoneType)}
-"""The types of is_causal, return_lse and seq_len of such calls."""
+    The fields with tensors come first. The other fields are plain values, which a compiled graph holds as constants. A
+    new per-call option needs a field here, an argument of ``RingDilatedAttention.forward``, and the code that uses it.
+
+    Attributes:
+        query: [batch, local seq, heads, head_dim].
+        key: [batch, local seq, key/value heads, head_dim].
+        value: [batch, local seq, key/value heads, value_dim].
+        key_padding_mask: bool [batch, local seq], True for a key to ignore.
+        document_ids: int32 or int64 [batch, local seq], document number of each row; negative for no document.
+        dropout_seed: int64 [1], on the CPU; None without dropout.
+        sinks: float [heads], the score of each head's sink; None without sinks.
+        is_causal: whether a query sees only keys at or before its own global position.
+        seq_len: length of the global sequence; None means local length × ring size.
+        return_lse: whether the caller wants the LSE too.
+        dropout_p: probability that an attention weight is dropped in this call; 0 without dropout.
+        score_mod: changes the score of each pair; None for no change. Compiled graphs have none.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_padding_mask: Tensor | None = None
+    document_ids: Tensor | None = None
+    dropout_seed: Tensor | None = None
+    sinks: Tensor | None = None
+    is_causal: bool = False
+    seq_len: int | None = None
+    return_lse: bool = False
+    dropout_p: float = 0.0
+    score_mod: ScoreMod | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The fields with tensors, in order: the tensor arguments of the autograd function and of operators."""
+        marks = self.key_padding_mask, self.document_ids
+        return self.query, self.key, self.value, *marks, self.dropout_seed, self.sinks
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The other fields, as plain values."""
+        return {name: getattr(self, name) for name in OPTIONS}
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | None], options: Mapping[str, Any]) -> AttentionInputs:
+        """Make the inputs from their :attr:`tensors` and :attr:`options`."""
+        return cls(*tensors, **options)  # type: ignore[arg-type]
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether a backward may follow."""
+        if not torch.is_grad_enabled():
+            return False
+        is_of_sinks = self.sinks is not None and self.sinks.requires_grad
+        return self.query.requires_grad or self.key.requires_grad or self.value.requires_grad or is_of_sinks
+
+
+TENSORS = ("query", "key", "value", "key_padding_mask", "document_ids", "dropout_seed", "sinks")
+OPTIONS = tuple(field.name for field in fields(AttentionInputs) if field.name not in TENSORS)
+
+
+# --- the checked call -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -154,6 +221,53 @@ def fields_of(inputs: AttentionInputs) -> dict[str, object]:
         "captured by score_mod": "" if score_mod is None else captured_values(score_mod),
     }
 
+
+def local_rows(call: AttentionCall, inputs: AttentionInputs) -> StepRows:
+    """Query, key and value of one call, with the marks that kernels read."""
+    query, key, value, marks, documents = inputs.query, inputs.key, inputs.value, inputs.key_padding_mask, None
+    sign, scale = split_scale(call.scale)
+    if sign != 1:
+        query = query * sign
+    if marks is not None and call.kernel.reads_ignored_keys:
+        key, value = (x.masked_fill(marks[:, :, None, None], 0.0) for x in (key, value))
+    if inputs.document_ids is not None:
+        ids = inputs.document_ids
+        ignored = ids < 0 if marks is None else marks | (ids < 0)
+        marks = ids.masked_fill(ignored, -1)
+        documents = ids.masked_fill(ids < 0, -2).unsqueeze(2).expand(-1, -1, query.shape[2])
+    if marks is not None:
+        marks = marks.unsqueeze(2).expand(-1, -1, key.shape[2])
+    rows = StepRows(query, key, value, scale, marks, documents)
+    if call.dropout is None and inputs.score_mod is None:
+        return rows
+    with mode_of(query):
+        positions = call.layout.positions(call.rank, query.device)
+    rows = replace(rows, score_mod=inputs.score_mod, positions=positions)
+    return rows if call.dropout is None else _with_dropout(rows, inputs, call.dropout, positions)
+
+
+def _with_dropout(rows: StepRows, inputs: AttentionInputs, dropout: Dropout, positions: Tensor) -> StepRows:
+    query, key, seed = rows.query, rows.key, 0
+    assert inputs.dropout_seed is not None
+    if has_values(inputs.dropout_seed):
+        seed = int(inputs.dropout_seed)  # it is on the CPU
+    with mode_of(query):
+        query_words = dropout.query_words(seed, positions, query.shape[0], query.shape[2])
+        key_words = dropout.key_words(seed, positions)[:, None].expand(*key.shape[:3])
+    return replace(rows, dropout=dropout, dropout_seed=seed, query_words=query_words, key_words=key_words)
+
+
+# --- kept calls -------------------------------------------------------------------------------------------------------
+
+
+ENVIRONMENT = ("TRITON_INTERPRET", "TORCH_CUDNN_SDPA_AVOID_RECOMPILE")
+"""The environment variables that the choice of kernels reads."""
+
+_PLAIN = {Tensor, Parameter}
+"""The types of tensors whose calls are looked up. A FakeTensor, for example, may have symbols as sizes."""
+
+_OPTIONS = {(bool, bool, int), (bool, bool, NoneType)}
+"""The types of is_causal, return_lse and seq_len of such calls."""
 
 MAX_CALLS = 512
 """How many configurations of calls are kept."""
@@ -353,3 +467,171 @@ def _schedule(
     pattern: DilatedPattern, layout: SequenceLayout, num_heads: int, num_kv_heads: int, is_causal: bool
 ) -> RingSchedule:
     return RingSchedule(pattern, layout, num_heads, num_kv_heads, is_causal)
+
+
+# --- checks of arguments ----------------------------------------------------------------------------------------------
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+_SHAPES = dict.fromkeys(("query", "key"), "[batch, seq, heads, head_dim]")
+_SHAPES["value"] = "[batch, seq, heads, value_dim]"
+
+
+def check_tensors(
+    query: object, key: object, value: object, key_padding_mask: object, document_ids: object = None
+) -> None:
+    """Check that the tensors are [batch, local seq, heads, …] and fit each other in shape, dtype and device."""
+    tensors = {"query": query, "key": key, "value": value}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} = {tensor!r}: expected a torch.Tensor of shape {_SHAPES[name]}.")
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}: expected {_SHAPES[name]}; split or add dimensions first."
+            )
+        if tensor.dtype not in DTYPES:
+            raise ValueError(
+                f"{name} has dtype {tensor.dtype}: expected fp64, fp32, bf16 or fp16; convert it with .to()."
+            )
+    assert isinstance(query, Tensor)
+    assert isinstance(key, Tensor)
+    assert isinstance(value, Tensor)
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype != query.dtype:
+            raise ValueError(
+                f"{name} has dtype {tensor.dtype} and query {query.dtype}: they must be the same; convert one, or "
+                "run under autocast."
+            )
+        if tensor.device != query.device:
+            raise ValueError(f"{name} is on {tensor.device} and query on {query.device}: move them to one device.")
+        if tensor.shape[:2] != query.shape[:2]:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)} and query {list(query.shape)}: batch and seq must be the same; "
+                "pass query, key and value of the same rows of one sequence."
+            )
+    if key.shape[3] != query.shape[3]:
+        raise ValueError(
+            f"key has shape {list(key.shape)} and query {list(query.shape)}: head_dim must be the same; only value may "
+            "have another one."
+        )
+    if key.shape[2] != value.shape[2]:
+        raise ValueError(f"key has {key.shape[2]} heads and value {value.shape[2]}: the numbers must be the same.")
+    heads, kv_heads = query.shape[2], key.shape[2]
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise ValueError(
+            f"query has {heads} heads and key {kv_heads}: the number of key/value heads must be at least 1 and "
+            "divide the number of query heads; change one of the two."
+        )
+    for name, tensor in (("query", query), ("value", value)):
+        if tensor.shape[3] < 1:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}: the last dim must be at least 1.")
+    if key_padding_mask is not None:
+        _check_marks("key_padding_mask", key_padding_mask, query, (torch.bool,), "bool, True for a key to ignore")
+    if document_ids is not None:
+        _check_marks("document_ids", document_ids, query, (torch.int32, torch.int64), "int32 or int64")
+
+
+def check_sinks(sinks: object, query: Tensor) -> None:
+    """Check that ``sinks`` is a floating-point tensor [heads] on the device of ``query`` [batch, seq, heads, …]."""
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks = {sinks!r}: expected a tensor [heads], the score of each head's sink, or None.")
+    if sinks.dtype not in DTYPES:
+        raise ValueError(f"sinks has dtype {sinks.dtype}: expected fp64, fp32, bf16 or fp16; convert it with .to().")
+    if sinks.shape != query.shape[2:3]:
+        raise ValueError(f"sinks has shape {list(sinks.shape)}: expected [heads] = [{query.shape[2]}].")
+    if sinks.device != query.device:
+        raise ValueError(f"sinks is on {sinks.device} and query on {query.device}: move it to one device.")
+
+
+def _check_marks(name: str, marks: object, query: Tensor, dtypes: tuple[torch.dtype, ...], expected: str) -> None:
+    """Refuse anything but a [batch, seq] tensor that fits ``query``."""
+    if not isinstance(marks, Tensor):
+        raise TypeError(f"{name} = {marks!r}: expected a tensor [batch, seq] of dtype {expected}, or None.")
+    if marks.dtype not in dtypes:
+        raise ValueError(f"{name} has dtype {marks.dtype}: expected {expected}; convert it with .to({dtypes[-1]}).")
+    if marks.shape != query.shape[:2]:
+        raise ValueError(f"{name} has shape {list(marks.shape)}: expected [batch, seq] = {list(query.shape[:2])}.")
+    if marks.device != query.device:
+        raise ValueError(f"{name} is on {marks.device} and query on {query.device}: move it to one device.")
+
+
+def check_documents(document_ids: Tensor | None, pattern: DilatedPattern) -> None:
+    """Refuse documents together with zero padding, since its zero keys belong to no document."""
+    if document_ids is not None and pattern.padding == "zeros":
+        raise ValueError(
+            "document_ids with padding = 'zeros': the zero keys beyond the sequence belong to no document; use "
+            "padding='masked'."
+        )
+
+
+def check_layout(local_len: int, seq_len: int | None, ring: Ring) -> SequenceLayout:
+    """Return the layout of the sequence. Check that this rank holds ``local_len`` of its rows."""
+    if seq_len is None:
+        seq_len = local_len * ring.size
+        if seq_len < 1:
+            raise ValueError(
+                "query has no rows and seq_len is not given: the length of the global sequence is unknown; pass "
+                "seq_len."
+            )
+    layout = ring.layout(seq_len)
+    if layout.local_len(ring.rank) != local_len:
+        raise ValueError(
+            f"query has {local_len} rows, but with seq_len = {seq_len} rank {ring.rank} of a {layout.kind} ring of "
+            f"{ring.size} holds {layout.local_len(ring.rank)}; cut the sequence with ring.shard, and pass its length "
+            "as seq_len."
+        )
+    return layout
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} = {value!r}: expected True or False.")
+
+
+def check_scale(scale: object) -> float | None:
+    """Check that ``scale`` is a finite number, or None for 1 / sqrt(head_dim)."""
+    if scale is None:
+        return None
+    if not isinstance(scale, (int, float)) or isinstance(scale, bool):
+        raise TypeError(f"scale = {scale!r}: expected a float, or None for 1 / sqrt(head_dim).")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale = {scale}: must be finite; None gives 1 / sqrt(head_dim).")
+    return float(scale)
+
+
+def check_grad_wire_dtype(dtype: object) -> torch.dtype | None:
+    """Check that ``dtype`` is ``torch.bfloat16``, or None for the dtype of the sums."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"grad_wire_dtype = {dtype!r}: expected torch.bfloat16, or None for fp32.")
+    if dtype not in (None, torch.bfloat16):
+        raise ValueError(f"grad_wire_dtype = {dtype}: must be torch.bfloat16, or None for fp32.")
+    return dtype
+
+
+def check_dropout(dropout_p: object) -> float:
+    """Check that ``dropout_p`` is at least 0 and below 1."""
+    if not isinstance(dropout_p, (int, float)) or isinstance(dropout_p, bool):
+        raise TypeError(f"dropout_p = {dropout_p!r}: expected a number, 0 for no dropout; convert it with float().")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p = {dropout_p}: must be at least 0 and below 1; 0 is no dropout.")
+    return float(dropout_p)
+
+
+def draw_seed(dropout_seed: object, dropout_p: float) -> Tensor | None:
+    """Return the seed of one call's dropout, int64 [1]; None without dropout.
+
+    If ``dropout_seed`` is None, the seed is drawn from torch's CPU generator. Activation checkpointing restores that
+    generator, so a recomputation draws the same seed.
+    """
+    if dropout_seed is None:
+        if not dropout_p:
+            return None
+        return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device="cpu")
+    seed = check_integer("dropout_seed", dropout_seed, 0, advice="leave it out to draw one")
+    if seed >= 2**63:
+        raise ValueError(f"dropout_seed = {seed}: must be below 2**63; leave it out to draw one.")
+    return torch.tensor([seed], dtype=torch.int64, device="cpu") if dropout_p else None

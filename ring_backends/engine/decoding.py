@@ -16,9 +16,7 @@ from torch import Tensor
 
 from ring_backends.engine.binding import Binding
 from ring_backends.engine.cache import ENDLESS, KeyValueCache
-from ring_backends.engine.call import cast_inputs, fields_of
-from ring_backends.engine.inputs import AttentionInputs
-from ring_backends.engine.validation import check_layout, check_sinks, check_tensors
+from ring_backends.engine.call import AttentionInputs, cast_inputs, check_layout, check_sinks, check_tensors, fields_of
 from ring_backends.errors import RingMismatchError
 from ring_backends.kernels import Kernel, KernelInputs, PairRule, TileInputs, select_kernel
 from ring_backends.kernels.constants import constant

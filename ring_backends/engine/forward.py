@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ring_backends.engine.call import AttentionCall
-from ring_backends.engine.inputs import AttentionInputs
-from ring_backends.engine.local_rows import local_rows
+from ring_backends.engine.call import AttentionCall, AttentionInputs, local_rows
 from ring_backends.engine.sums import BlockOut, Result
 from ring_backends.engine.wire import ArrivingKeys, Hops, report_failure
 from ring_backends.kernels.base import StepKernels

@@ -15,7 +15,7 @@ from triton_interpreter import error_norm
 
 from ring_backends import DilatedPattern, dilated_attention
 from ring_backends.engine import call
-from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.engine.call import AttentionInputs
 from ring_backends.kernels import aten_cpu
 from ring_backends.kernels.steps import split_scale
 from ring_backends.ring.ring import Ring

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from ring_backends.activation_checkpointing import keep_attention
 from ring_backends.adapters.native import RingDilatedAttention
 from ring_backends.engine import binding, operators
-from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.engine.call import AttentionInputs
 from ring_backends.testing.compiled import Graphs
 from ring_backends.testing.marks import THOROUGH, matrix_but
 from ring_backends.testing.reference import reference_attention

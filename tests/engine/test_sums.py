@@ -13,8 +13,7 @@ from test_synchronisation import no_hops, run
 from triton_interpreter import results
 
 from ring_backends import DilatedPattern
-from ring_backends.engine.call import check_call
-from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.engine.call import AttentionInputs, check_call
 from ring_backends.engine.sums import BlockOut
 from ring_backends.kernels import per_tile
 from ring_backends.kernels.math import MathKernel

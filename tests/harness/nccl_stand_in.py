@@ -44,7 +44,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.engine import operators
-from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.engine.call import AttentionInputs
 from ring_backends.kernels import aten_cpu, blockwise
 from ring_backends.ring import rendezvous, stream_hops, transfer
 

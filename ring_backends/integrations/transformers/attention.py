@@ -16,8 +16,7 @@ from transformers.masking_utils import causal_mask_function
 
 from ring_backends.adapters import native
 from ring_backends.attention import RingDilatedAttention
-from ring_backends.engine.call import autocast
-from ring_backends.engine.validation import check_tensors
+from ring_backends.engine.call import autocast, check_tensors
 from ring_backends.integrations.transformers.inputs import leading_padding_of
 from ring_backends.integrations.transformers.layers import (
     ANY_LENGTH,
