@@ -383,8 +383,7 @@ def check_call(
     check_flag("return_lse", inputs.return_lse)
     inputs = cast_inputs(inputs)
     query, key, value = inputs.query, inputs.key, inputs.value
-    check_tensors(query, key, value, inputs.key_padding_mask, inputs.document_ids)
-    check_sinks(inputs.sinks, query)
+    check_tensors(inputs)
     check_documents(inputs.document_ids, pattern)
     layout = check_layout(query.shape[1], inputs.seq_len, ring)
     if inputs.score_mod is not None:
@@ -479,12 +478,11 @@ _SHAPES = dict.fromkeys(("query", "key"), "[batch, seq, heads, head_dim]")
 _SHAPES["value"] = "[batch, seq, heads, value_dim]"
 
 
-def check_tensors(
-    query: object, key: object, value: object, key_padding_mask: object, document_ids: object = None
-) -> None:
-    """Check that the tensors are [batch, local seq, heads, …] and fit each other in shape, dtype and device."""
-    tensors = {"query": query, "key": key, "value": value}
-    for name, tensor in tensors.items():
+def check_tensors(inputs: AttentionInputs) -> None:
+    """Check that the tensors of a call have the right shapes, and fit each other in shape, dtype and device."""
+    query, key, value = inputs.query, inputs.key, inputs.value
+    given: dict[str, object] = {"query": query, "key": key, "value": value}
+    for name, tensor in given.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} = {tensor!r}: expected a torch.Tensor of shape {_SHAPES[name]}.")
         if tensor.dim() != 4:
@@ -495,9 +493,6 @@ def check_tensors(
             raise ValueError(
                 f"{name} has dtype {tensor.dtype}: expected fp64, fp32, bf16 or fp16; convert it with .to()."
             )
-    assert isinstance(query, Tensor)
-    assert isinstance(key, Tensor)
-    assert isinstance(value, Tensor)
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != query.dtype:
             raise ValueError(
@@ -527,16 +522,17 @@ def check_tensors(
     for name, tensor in (("query", query), ("value", value)):
         if tensor.shape[3] < 1:
             raise ValueError(f"{name} has shape {list(tensor.shape)}: the last dim must be at least 1.")
-    if key_padding_mask is not None:
-        _check_marks("key_padding_mask", key_padding_mask, query, (torch.bool,), "bool, True for a key to ignore")
-    if document_ids is not None:
-        _check_marks("document_ids", document_ids, query, (torch.int32, torch.int64), "int32 or int64")
+    mask, documents = inputs.key_padding_mask, inputs.document_ids
+    if mask is not None:
+        _check_marks("key_padding_mask", mask, query, (torch.bool,), "bool, True for a key to ignore")
+    if documents is not None:
+        _check_marks("document_ids", documents, query, (torch.int32, torch.int64), "int32 or int64")
+    if inputs.sinks is not None:
+        _check_sinks(inputs.sinks, query)
 
 
-def check_sinks(sinks: object, query: Tensor) -> None:
-    """Check that ``sinks`` is a floating-point tensor [heads] on the device of ``query`` [batch, seq, heads, …]."""
-    if sinks is None:
-        return
+def _check_sinks(sinks: object, query: Tensor) -> None:
+    """Refuse anything but a floating-point tensor [heads] on the device of ``query`` [batch, seq, heads, …]."""
     if not isinstance(sinks, Tensor):
         raise TypeError(f"sinks = {sinks!r}: expected a tensor [heads], the score of each head's sink, or None.")
     if sinks.dtype not in DTYPES:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ring_backends.engine.binding import Binding
 from ring_backends.engine.cache import ENDLESS, KeyValueCache
-from ring_backends.engine.call import AttentionInputs, cast_inputs, check_layout, check_sinks, check_tensors, fields_of
+from ring_backends.engine.call import AttentionInputs, cast_inputs, check_layout, check_tensors, fields_of
 from ring_backends.errors import RingMismatchError
 from ring_backends.kernels import Kernel, KernelInputs, PairRule, TileInputs, select_kernel
 from ring_backends.kernels.constants import constant
@@ -254,7 +254,7 @@ def check_prefill(binding: Binding, cache: KeyValueCache, inputs: AttentionInput
         if cache.seq_len:
             raise ValueError(f"cache has {cache.seq_len} tokens: prefill() begins a sequence; use decode().")
         inputs = cast_inputs(inputs)
-        check_tensors(inputs.query, inputs.key, inputs.value, inputs.key_padding_mask)
+        check_tensors(inputs)
         _check_sizes(cache, inputs.key, inputs.value)
         seq_len = check_layout(inputs.query.shape[1], inputs.seq_len, binding.ring).seq_len
         if cache.max_len is not None and seq_len > cache.max_len:
@@ -271,8 +271,7 @@ def check_step(binding: Binding, cache: KeyValueCache, inputs: AttentionInputs) 
     _check_owner(binding, cache, inputs.dropout_p)
     inputs = cast_inputs(inputs)
     query, key, value, ignored = inputs.query, inputs.key, inputs.value, inputs.key_padding_mask
-    check_tensors(query, key, value, ignored)
-    check_sinks(inputs.sinks, query)
+    check_tensors(inputs)
     _check_sizes(cache, key, value)
     if query.shape[1] < 1:
         raise ValueError("query has no tokens: a step has at least one.")

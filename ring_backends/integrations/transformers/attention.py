@@ -16,7 +16,7 @@ from transformers.masking_utils import causal_mask_function
 
 from ring_backends.adapters import native
 from ring_backends.attention import RingDilatedAttention
-from ring_backends.engine.call import autocast, check_tensors
+from ring_backends.engine.call import AttentionInputs, autocast, check_tensors
 from ring_backends.integrations.transformers.inputs import leading_padding_of
 from ring_backends.integrations.transformers.layers import (
     ANY_LENGTH,
@@ -151,7 +151,7 @@ class Registration:
         if is_probing.get():
             self._attention_of(module, what)  # made here, since a graph cannot make it
             query, key, value = map(autocast, rows)
-            check_tensors(query, key, value, None)
+            check_tensors(AttentionInputs(query, key, value))
             if seq_len is None:
                 raise ValueError(
                     f"{type(module).__name__} does not pass the arguments of the model on to its attention, so the "
