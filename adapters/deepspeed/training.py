@@ -23,10 +23,11 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
 from ring_backends.adapters.deepspeed.ring_pass import start_deepspeed
+from ring_backends.ring.collectives import do_on_all
 from ring_backends.ring.rendezvous import start_world_of_one
 from ring_backends.ring.ring import Ring
-from ring_backends.training.checkpoint_files import StrPath, check_folder, read_manifest, replace_folder
-from ring_backends.training.contents import Groups, reorder_state
+from ring_backends.training.checkpoint_files import StrPath, as_loadable, read_manifest
+from ring_backends.training.contents import Groups, in_groups, with_names, with_numbers
 from ring_backends.training.reducer import measure_divisor, parameters_in_backward, probe
 from ring_backends.training.state import ORDER, MakeOptimizer, TrainingState, copied
 
@@ -201,32 +202,30 @@ class DeepSpeedTraining(TrainingState):
     def _expect_micro_batch(self, *, ends_step: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(ends_step)
 
-    saves_a_folder = True
+    _is_sharded, _format = True, "DeepSpeed"
 
     def _save(self, path: StrPath) -> None:
-        """Write a folder with a DeepSpeed checkpoint. It replaces an earlier one once it is complete."""
         tag, client_state = f"step{self.step_count}", {"step_count": self.step_count}
         model = self._model_state()
-        holds = {**self._layout, "contents": self._contents(model), "step": self.step_count}
-        self._loadable(model)
+        contents = {**self._contents(model), **self._layout}
+        do_on_all(self._world, "saving a checkpoint", lambda: as_loadable(model, "the model's state_dict"), ValueError)
 
         def write(folder: Path) -> None:
             self._engine.save_checkpoint(os.fspath(folder), tag, client_state)
 
-        replace_folder(self._world, path, write, holds)
+        self._replace_folder(path, write, contents)
 
     @property
     def _layout(self) -> dict[str, object]:
         """The properties in which a DeepSpeed checkpoint must match the run that reads it."""
-        return {"adapter": "deepspeed", "ranks": self._world.size, "zero_stage": self._zero_stage}
+        return {"ranks": self._world.size, "zero_stage": self._zero_stage}
 
     def _check(self, path: Path) -> str:
-        digest = check_folder(self._world, path)
-        manifest = read_manifest(path)
+        digest, contents = super()._check(path), read_manifest(path)["contents"]
         for name, here in self._layout.items():
             is_whole = name == "ranks" and not self._zero_stage  # without ZeRO, every rank reads the same file
-            if manifest[name] != here and not is_whole:
-                raise ValueError(f"it was written with {name} = {manifest[name]!r}, but this run has {name} = {here!r}")
+            if contents[name] != here and not is_whole:
+                raise ValueError(f"it was written with {name} = {contents[name]!r}, but this run has {name} = {here!r}")
         return digest
 
     def _load(self, path: Path) -> None:
@@ -235,10 +234,11 @@ class DeepSpeedTraining(TrainingState):
         Raises:
             ValueError: the folder has no DeepSpeed checkpoint.
         """
-        saved = self._check_contents(read_manifest(path))
+        saved = read_manifest(path)["contents"]
+        self._check_contents(saved, self._model_state())
 
         def reorder(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-            return reorder_state(state, saved["groups"], self._groups)
+            return with_numbers(in_groups(with_names(state, saved["groups"]), self._groups))
 
         hook = self.optimizer.register_load_state_dict_pre_hook(reorder) if self._saves_flat is None else None
         folder, client_state = self._engine.load_checkpoint(os.fspath(path))

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ring_backends.ring.rendezvous import world_ring
 from ring_backends.ring.ring import Ring
+from ring_backends.training.contents import with_names, with_numbers
 from ring_backends.training.reducer import device_of, fill_missing_gradients, measure_divisor, probe, under_autocast
 from ring_backends.training.state import MakeOptimizer, TrainingState
 
@@ -166,11 +167,11 @@ class ShardedTraining(FairScaleTraining):
         self.model.zero_grad(set_to_none=True)
         return True
 
-    def _optimizer_state(self) -> Any:
+    def _optimizer_state(self) -> dict[str, Any]:
         self.optimizer.consolidate_state_dict(recipient_rank=0)
-        return self.optimizer.state_dict() if dist.get_rank() == 0 else None
+        return super()._optimizer_state() if dist.get_rank() == 0 else {}
 
-    def _load_optimizer(self, state: Any) -> None:
+    def _load_optimizer(self, state: dict[str, Any]) -> None:
         self.optimizer.optim.state.clear()  # OSS keeps states that are not in the checkpoint
         super()._load_optimizer(state)
 
@@ -213,22 +214,23 @@ class FullyShardedTraining(FairScaleTraining):
         self.optimizer.zero_grad(set_to_none=True)
         return True
 
-    def _optimizer_state(self) -> Any:
+    def _optimizer_state(self) -> dict[str, Any]:
         # FairScale replaces Adam's step tensors in the state that it is given, so give it a copy.
         state = self.optimizer.state_dict()
         state["state"] = {index: dict(values) for index, values in state["state"].items()}
         of_copy = SimpleNamespace(state_dict=lambda: state)
         with _padded_parameters(self._module):
-            return self._module.gather_full_optim_state_dict(of_copy)  # type: ignore[operator]
+            whole: Any = self._module.gather_full_optim_state_dict(of_copy)  # type: ignore[operator]
+        return {} if whole is None else with_names(whole, self._group_names())
 
     def _names_in(self, parameter: nn.Parameter) -> Sequence[str]:
         return parameter.metadata()[0] if isinstance(parameter, FlatParameter) else ()
 
-    def _load_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def _load_optimizer(self, state: Any) -> None:
-        shard = self._module.get_shard_from_optim_state_dict(state)  # type: ignore[operator]
+    def _load_optimizer(self, state: dict[str, Any]) -> None:
+        if "param_id_map" not in state:
+            raise ValueError("FairScale's FSDP has not written it; pass strategy='sharded_ddp', which can read it")
+        state["param_id_map"] = {int(number): place for number, place in state["param_id_map"].items()}
+        shard = self._module.get_shard_from_optim_state_dict(with_numbers(state))  # type: ignore[operator]
         self.optimizer.load_state_dict(shard)
 
 

@@ -1,50 +1,30 @@
 """Training with FSDP: every gradient is reduced over all ranks of data × ring.
 
 FSDP1 and FSDP2 take the same steps. They measure the reducer's divisor with a probe that is wrapped like the model,
-copy rank 0's parameters to all ranks, shard the model, and make the optimizer from the sharded parameters. Checkpoints
-have the format of torch.distributed.checkpoint. A run with another ring size or number of ranks can read them.
+copy rank 0's parameters to all ranks, shard the model, and make the optimizer from the sharded parameters.
 """
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException, load, save  # type: ignore[attr-defined]
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType
 from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.tensor import DTensor
 
-from ring_backends.adapters.fsdp.reading import CheckpointPlanner, CheckpointReader
 from ring_backends.adapters.fsdp.sharding import Sharding
-from ring_backends.errors import RingPeerError
 from ring_backends.ring.rendezvous import start_world_of_one
 from ring_backends.ring.ring import Ring
 from ring_backends.torch_internals import internal
-from ring_backends.training.checkpoint_files import (
-    StrPath,
-    as_loadable,
-    check_folder,
-    is_not_caused_by_content,
-    read_manifest,
-    replace_folder,
-)
-from ring_backends.training.contents import Groups, match_groups
+from ring_backends.training.contents import renamed
 from ring_backends.training.describe import describe_model, own_name
 from ring_backends.training.reducer import (
     device_of,
@@ -127,112 +107,13 @@ class ShardedTraining(TrainingState):
     def _full_state_dict(self) -> dict[str, Any]:
         return {name: copied(value) for name, value in self._whole_state(self.model).items()}
 
-    def _save(self, path: StrPath) -> None:
-        """Write a folder of torch.distributed.checkpoint. It replaces an earlier one once it is complete."""
-        # An optimizer that has not stepped has no state, and get_optimizer_state_dict would make it step.
-        state = self._checkpoint(with_optimizer=self.step_count > 0)
-        holds = {"adapter": "fsdp", "contents": self._contents(state["model"]), "step": self.step_count}
-        holds |= self._scaler_state()
-        state["model"] = self._loadable(state["model"])
-
-        def write(folder: Path) -> None:
-            with _failures_as_errors():
-                save(state, checkpoint_id=folder)
-
-        replace_folder(self._world, path, write, holds)
-
-    def _check(self, path: Path) -> str:
-        digest = check_folder(self._world, path)
-        manifest = read_manifest(path)
-        if manifest["adapter"] != "fsdp":
-            raise ValueError(f"it was written by the {manifest['adapter']} adapter")
-        return digest
-
-    def _load(self, path: Path) -> None:
-        """Read what :meth:`save` wrote, with any strategy, ring size and number of ranks.
-
-        Raises:
-            ValueError: it holds another model.
-        """
-        manifest, reader = read_manifest(path), CheckpointReader(path)
-        contents = self._check_contents(manifest)
-        saved = set(reader.read_metadata().state_dict_metadata)
-        with_optimizer = any(name.startswith("optimizer.") for name in saved)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.optimizer.state.clear()
-        self._load_settings(reader, contents["groups"])
-        with self._all_trained():
-            state, groups = self._checkpoint(with_optimizer), None
-            if with_optimizer:
-                groups = state["optimizer"].pop("param_groups")
-                _fit_states(state["optimizer"]["state"], saved)
-            _read(reader, state)
-            set_model_state_dict(self.model, state["model"])
-            self.optimizer.state.clear()
-            if with_optimizer:
-                torchs_names = {name: first for first, name in self._names_of_tied().items()}
-                states = _renamed(state["optimizer"]["state"], torchs_names)
-                optimizer: Any = {"state": states, "param_groups": groups}
-                options = StateDictOptions(strict=False)
-                set_optimizer_state_dict(self.model, self.optimizer, optimizer, options=options)
-        self._load_scaler(manifest)
-        self.step_count = state["step"]
-
-    def _load_settings(self, reader: CheckpointReader, groups: Groups) -> None:
-        """Read the settings of the optimizer's groups. They decide which states it keeps, such as SGD's momentum."""
-        metadata, read = reader.read_metadata(), dict[str, Any]()
-        for key, value in metadata.state_dict_metadata.items():
-            if key.startswith("optimizer.param_groups."):
-                read[key] = None
-                if isinstance(value, TensorStorageMetadata):
-                    read[key] = torch.empty(value.size, dtype=value.properties.dtype, device=device_of(self.model))
-        if not read:
-            return
-        _read(reader, read)
-        settings: list[dict[str, Any]] = [{} for _ in groups]
-        for key, value in read.items():
-            _, _, index, *outer, name = metadata.planner_data[key]
-            place = settings[index]
-            for part in outer:
-                place = place.setdefault(part, {})
-            place[name] = value
-        order = match_groups(groups, self._group_names())
-        assert order is not None
-        for index, group in zip(order, self.optimizer.param_groups, strict=True):
-            settings[index].update((name, group[name]) for name in ("params", "param_names") if name in group)
-            group.clear()
-            group.update(settings[index])
-
-    @contextlib.contextmanager
-    def _all_trained(self) -> Iterator[None]:
-        """Train all parameters of the optimizer temporarily: torch loads no states of frozen ones."""
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        frozen = [x for x in parameters if not x.requires_grad and x.is_floating_point()]
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        try:
-            yield
-        finally:
-            for parameter in frozen:
-                parameter.requires_grad_(False)
-
-    def _checkpoint(self, with_optimizer: bool) -> dict[str, Any]:
-        state: dict[str, Any] = {"model": self._model_state(), "step": self.step_count}
-        if with_optimizer:
-            optimizer: dict[str, Any] = dict(get_optimizer_state_dict(self.model, self.optimizer))
-            optimizer["state"] = _renamed(optimizer["state"], self._names_of_tied())
-            state["optimizer"] = as_loadable(optimizer, "the optimizer's state")
-        return state
-
-    def _names_of_tied(self) -> dict[str, str]:
-        """The names of tied parameters in a checkpoint, by torch's names, which depend on the model's order."""
-        by_first = {own_name(name): self._names[id(parameter)] for name, parameter, _ in self._trained}
-        return {first: names[0] for first, names in by_first.items() if len(names) == 1 and names[0] != first}
-
-    saves_a_folder = True
+    _is_sharded = True
 
     def _model_state(self) -> dict[str, Any]:
         return get_model_state_dict(self.model)
+
+    def _load_model(self, state: dict[str, Any]) -> None:
+        set_model_state_dict(self.model, state)
 
     @abstractmethod
     def _sharded_parts(self) -> Iterator[tuple[str, nn.Module]]:
@@ -245,60 +126,6 @@ class ShardedTraining(TrainingState):
     @abstractmethod
     def _whole_state(self, module: nn.Module) -> dict[str, Any]:
         """The unsharded state of a sharded module, by the module's own names, on every rank."""
-
-
-def _read(reader: CheckpointReader, state: dict[str, Any]) -> None:
-    """Read the values of ``state`` from a checkpoint, tensors in place."""
-    with _failures_as_errors():
-        load(state, storage_reader=reader, planner=CheckpointPlanner())
-
-
-def _renamed(states: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    return {names.get(name, name): values for name, values in states.items()}
-
-
-def _fit_states(states: dict[str, dict[str, Any]], saved: Collection[str]) -> None:
-    """Leave out the parameters without a saved state, such as those on which no loss has depended.
-
-    Raises:
-        ValueError: the optimizer has no place for a saved state.
-    """
-    here = {f"optimizer.state.{name}.{key}" for name, values in states.items() for key in values}
-    others = sorted(name for name in saved if name.startswith("optimizer.state.") and name not in here)
-    if others:
-        raise ValueError(
-            f"the optimizer does not keep {', '.join(others[:8])}, which the checkpoint has: let make_optimizer pass "
-            "the arguments of the run that saved"
-        )
-    for name in [*states]:
-        if states[name] and not any(f"optimizer.state.{name}.{key}" in saved for key in states[name]):
-            del states[name]
-
-
-@contextlib.contextmanager
-def _failures_as_errors() -> Iterator[None]:
-    """Convert torch's CheckpointException, which is a BaseException but not an Exception.
-
-    Raises:
-        BaseException: the error of this rank, if the content of the checkpoint did not cause it, such as
-            KeyboardInterrupt or an OSError.
-        RingPeerError: another rank raised such an error.
-        RuntimeError: otherwise.
-    """
-    try:
-        yield
-    except CheckpointException as failure:
-        errors = {rank: error for rank, (error, _) in failure.failures.items()}
-        own = errors.get(dist.get_rank())
-        if own is not None and is_not_caused_by_content(own):
-            raise own from failure
-        by_rank = "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in errors.items())
-        message = f"torch.distributed.checkpoint failed ({by_rank})"
-        if any(is_not_caused_by_content(error) for error in errors.values()):
-            raise RingPeerError(
-                f"{message}; the checkpoint is not the cause. Look at the logs of these ranks."
-            ) from failure
-        raise RuntimeError(message) from failure
 
 
 class FSDP2Training(ShardedTraining):
@@ -412,6 +239,37 @@ class FSDP1Training(ShardedTraining):
     def _model_state(self) -> dict[str, Any]:
         # torch expects the names without those of wrapping modules, but does not remove that of a compiled module.
         return {own_name(name): value for name, value in super()._model_state().items()}
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        with self._sharded_states():
+            return renamed(FullyShardedDataParallel.optim_state_dict(self.model, self.optimizer), self._own_names())
+
+    def _load_optimizer(self, state: dict[str, Any]) -> None:
+        fsdp_names = {own: name for name, own in self._own_names().items()}
+        with self._sharded_states():
+            flat = FullyShardedDataParallel.optim_state_dict_to_load(
+                self.model, self.optimizer, renamed(state, fsdp_names)
+            )
+        self.optimizer.load_state_dict(flat)
+
+    @contextlib.contextmanager
+    def _sharded_states(self) -> Iterator[None]:
+        """Let FSDP return and take states as shards of whole tensors."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "FSDP.state_dict_type", FutureWarning)
+            with FullyShardedDataParallel.state_dict_type(self.model, StateDictType.SHARDED_STATE_DICT):
+                yield
+
+    def _own_names(self) -> dict[str, str]:
+        """The model's own names of the parameters, by the names that FSDP gives them."""
+        own_names: dict[str, str] = {}
+        for name, parameter, _ in self._trained:
+            module = name[: name.rfind(".") + 1]
+            whole = [module + inside for inside in self._names_in(parameter)] or [name]
+            for wrapper in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
+                whole = [part.replace(wrapper, "") for part in whole]
+            own_names.update(zip(whole, self._names[id(parameter)], strict=True))
+        return own_names
 
     def _sharded_parts(self) -> Iterator[tuple[str, nn.Module]]:
         parts: Iterator[tuple[str, nn.Module]] = self.model.named_modules()

@@ -205,8 +205,7 @@ class TrainingRun:
         path = self.options.save
         if path is None:
             return
-        is_folder = self.state.saves_a_folder
-        do_on_rank0(self.world, "save", lambda: check_place(path, is_folder=is_folder, name="save"))
+        do_on_rank0(self.world, "save", lambda: check_place(path, name="save"))
         if not self.options.resume:
             if path.exists():
                 self.console.print(f"{path} exists and will be overwritten; pass --resume to continue from it.")

@@ -1,8 +1,7 @@
 """Training checkpoints on disk. They are written atomically, and are checked before a load.
 
-A checkpoint is a file of ``torch.save``, or a folder that all ranks fill. The file is a zip archive whose comment is a
-checksum of its other bytes. The folder has a manifest with the checksum of each of its files. A save replaces a file,
-an empty folder or the folder of a checkpoint, but no other folder.
+A checkpoint is a folder. It has a manifest with the checksum of each of its files. A save replaces a file, an empty
+folder or the folder of a checkpoint, but no other folder.
 
 A folder is replaced by renaming, so that the frameworks' own tools find its files at the path that the user gave.
 """
@@ -37,8 +36,6 @@ _UNFINISHED, _REPLACED, _DISCARDED = ".unfinished", ".replaced", ".discarded"
 _SEEN_WITHIN = 90.0
 """Seconds after which all hosts must see a new folder. NFS caches directories for up to a minute."""
 
-_COMMENT, _DIGEST_SIZE, _LENGTH_SIZE, _CHUNK = b"sha256=", 64, 2, 1 << 20
-
 StrPath = str | os.PathLike[str]
 
 
@@ -46,16 +43,14 @@ class CheckpointNotFoundError(FileNotFoundError, ValueError):
     """There is no checkpoint at the path."""
 
 
-def check_place(path: StrPath, *, is_folder: bool, name: str = "path") -> None:
+def check_place(path: StrPath, *, name: str = "path") -> None:
     """Refuse a path at which a checkpoint would replace another folder or a special file.
 
     Args:
-        is_folder: whether the checkpoint is a folder.
         name: name of the argument, for the error.
 
     Raises:
-        ValueError: ``path`` is a folder that is not a checkpoint, a folder although the checkpoint is a file, or a
-            special file.
+        ValueError: ``path`` is a folder that is not a checkpoint, or a special file.
     """
     path, given = Path(path).resolve(), os.fspath(path)  # replace a link's target, not the link
     for place in _places(path):
@@ -63,10 +58,6 @@ def check_place(path: StrPath, *, is_folder: bool, name: str = "path") -> None:
             continue
         if not place.is_dir():
             raise ValueError(f"{name} = {given!r}: {place} is a pipe, a socket or a device; give another path.")
-        if not is_folder:
-            raise ValueError(
-                f"{name} = {given!r}: {place} is a folder, but the checkpoint is a file; give another path."
-            )
         if any(place.iterdir()) and not (place / MANIFEST).is_file():
             raise ValueError(
                 f"{name} = {given!r}: {place} is a folder but not a checkpoint, and its files would be lost; give a "
@@ -86,41 +77,6 @@ def replace_file(path: StrPath, write: Callable[[IO[bytes]], object]) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(unfinished, path)
-
-
-def save_file(ring: Ring, content: Callable[[], object], path: StrPath) -> None:
-    """Save ``content()`` and a checksum to a file. All ranks of the ring make this call; only rank 0 writes."""
-
-    def write(file: IO[bytes]) -> None:
-        torch.save(content(), file)
-        # The last two bytes of a zip archive without a comment are the length of its comment.
-        end = file.seek(-_LENGTH_SIZE, os.SEEK_END)
-        file.seek(0)
-        comment = _COMMENT + _digest(file, end).encode()
-        file.seek(end)
-        file.write(len(comment).to_bytes(_LENGTH_SIZE, "little") + comment)
-
-    do_on_rank0(ring, "saving a checkpoint", lambda: replace_file(path, write))
-
-
-def check_file(path: Path) -> str:
-    """Check a file of :func:`save_file` against its checksum.
-
-    Returns:
-        The checksum.
-
-    Raises:
-        ValueError: the file is damaged, or was not written by :func:`save_file`.
-    """
-    size = path.stat().st_size - _LENGTH_SIZE - len(_COMMENT) - _DIGEST_SIZE
-    with path.open("rb") as file:
-        digest = _digest(file, max(0, size)).encode()
-        comment = file.read()[_LENGTH_SIZE:]
-    if size < 0 or not comment.startswith(_COMMENT):
-        raise ValueError("it has no checksum: it is truncated, or save() did not write it")
-    if comment != _COMMENT + digest:
-        raise ValueError("it is damaged: its bytes do not match its checksum")
-    return digest.decode()
 
 
 def replace_folder(ring: Ring, path: StrPath, write: Callable[[Path], object], holds: Mapping[str, object]) -> None:
@@ -199,8 +155,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
         ValueError: the manifest is damaged.
     """
     if not (path / MANIFEST).is_file():
+        found = "a folder without it" if path.is_dir() else "a file"
         raise CheckpointNotFoundError(
-            f"path = {os.fspath(path)!r}: not a folder with a {MANIFEST}; give a path that save() wrote."
+            f"path = {os.fspath(path)!r}: expected a checkpoint, which is a folder with a {MANIFEST}; found {found}; "
+            "give a path that save() wrote."
         )
     manifest = json.loads((path / MANIFEST).read_text())
     if not isinstance(manifest, dict) or not isinstance(manifest.get("sha256"), dict):
@@ -285,21 +243,12 @@ def _files_in(folder: Path) -> list[str]:
 
 def _digest_of_file(path: Path, *, to_disk: bool = False) -> str:
     """SHA-256 of a file. With ``to_disk``, flush the file to disk first."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
         if to_disk:
             os.fsync(file.fileno())
-        return _digest(file, path.stat().st_size)
-
-
-def _digest(file: IO[bytes], size: int) -> str:
-    """SHA-256 of the next ``size`` bytes."""
-    digest = hashlib.sha256()
-    while size > 0:
-        chunk = file.read(min(size, _CHUNK))
-        if not chunk:
-            break
-        digest.update(chunk)
-        size -= len(chunk)
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
     return digest.hexdigest()
 
 

@@ -1,8 +1,8 @@
 """What a training checkpoint holds, by name: its tensors, and the order of the parameters in the optimizer.
 
-Frameworks identify the optimizer's states by the index of a parameter, or by its offset in a flat part. A model that
-defines the same parameters in another order would silently get the states of other parameters. So every checkpoint
-contains this description, whatever its files are, and a load compares it with the model before it changes anything.
+Optimizers identify their states by the index of a parameter, and some frameworks by its offset in a flat part. A model
+that defines the same parameters in another order would silently get the states of other parameters. So every checkpoint
+contains this description, and a load compares it with the model before it changes anything.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-VERSION = 2
-"""The version of the format of checkpoints. Those of version 1 had neither a version nor a description."""
+VERSION = 3
+"""The version of the format of checkpoints."""
 
 Groups = list[list[str]]
 """The names of the parameters in each of an optimizer's parameter groups, in the optimizer's order."""
@@ -43,7 +43,7 @@ def describe_contents(
     }
 
 
-def check_contents(saved: Mapping[str, Any] | None, here: Mapping[str, Any], flat: str | None) -> None:
+def check_contents(saved: Mapping[str, Any], here: Mapping[str, Any], flat: str | None) -> None:
     """Refuse a checkpoint of another model or optimizer.
 
     Args:
@@ -54,11 +54,10 @@ def check_contents(saved: Mapping[str, Any] | None, here: Mapping[str, Any], fla
     Raises:
         ValueError: the checkpoint has another version; or the tensors, the optimizer or its parameter groups differ.
     """
-    version = 1 if saved is None else saved["version"]
-    if saved is None or version != VERSION:
+    if saved["version"] != VERSION:
         raise ValueError(
-            f"it has version {version} of the format, but this version of ring_backends reads version {VERSION}: load "
-            "it with the version that wrote it, and move the parameters with full_state_dict()"
+            f"it has version {saved['version']} of the format, but this version of ring_backends reads version "
+            f"{VERSION}: load it with the version that wrote it, and move the parameters with full_state_dict()"
         )
     if saved["optimizer_class"] != here["optimizer_class"]:
         raise ValueError(
@@ -134,19 +133,38 @@ def _place(groups: Groups, name: str) -> str | None:
     return None
 
 
-def reorder_state(state: Mapping[str, Any], saved: Groups, here: Groups) -> dict[str, Any]:
-    """Put an optimizer's state_dict into the order of parameters and groups of another optimizer, by names.
+def renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    """An optimizer's state_dict with other names or numbers of the parameters."""
+    return {
+        **state,
+        "state": {names[name]: values for name, values in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [names[name] for name in group["params"]]} for group in state["param_groups"]
+        ],
+    }
+
+
+def with_names(state: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
+    """An optimizer's state_dict with the parameters' names in place of their numbers."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    return renamed(state, dict(zip(numbers, (name for group in groups for name in group), strict=True)))
+
+
+def with_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state of :func:`with_names` as a state_dict: each parameter has its place in the groups as its number."""
+    names = (name for group in state["param_groups"] for name in group["params"])
+    return renamed(state, {name: number for number, name in enumerate(names)})
+
+
+def in_groups(state: Mapping[str, Any], here: Groups) -> dict[str, Any]:
+    """A state of :func:`with_names` whose parameters are in the order and in the groups of another optimizer.
 
     Args:
-        state: the state_dict of an optimizer whose groups are ``saved``. It is not changed.
         here: the groups of the other optimizer: the same sets of names (:func:`match_groups`).
     """
-    order = match_groups(saved, here)
+    order = match_groups([group["params"] for group in state["param_groups"]], here)
     assert order is not None
-    found, groups = [*state["param_groups"]], []
-    for index, names in zip(order, here, strict=True):
-        numbers = dict(zip(saved[index], found[index]["params"], strict=True))
-        group = {**found[index], "params": [numbers[name] for name in names]}
+    groups = [{**state["param_groups"][index], "params": names} for index, names in zip(order, here, strict=True)]
+    for group in groups:
         group.pop("param_names", None)  # in the order of the checkpoint
-        groups.append(group)
     return {**state, "param_groups": groups}

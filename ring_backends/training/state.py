@@ -13,8 +13,7 @@ the others wait in the framework's collective, and all of them raise RingMismatc
 Fields that change in each step, such as learning rates and numbers of tokens, are compared with the number of tokens
 of the step: the one exchange that a step needs.
 
-If one rank cannot read a checkpoint, all ranks raise. A checkpoint is one file, which rank 0 writes, unless a framework
-saves shards into a folder.
+If one rank cannot read a checkpoint, all ranks raise.
 """
 
 from __future__ import annotations
@@ -53,13 +52,22 @@ from ring_backends.training.checkpoint_files import (
     CheckpointNotFoundError,
     StrPath,
     as_loadable,
-    check_file,
+    check_folder,
     check_place,
     find_checkpoint,
     is_not_caused_by_content,
-    save_file,
+    read_manifest,
+    replace_folder,
 )
-from ring_backends.training.contents import Groups, check_contents, describe_contents, reorder_state
+from ring_backends.training.checkpoints import FORMAT, read_state, write_state
+from ring_backends.training.contents import (
+    Groups,
+    check_contents,
+    describe_contents,
+    in_groups,
+    with_names,
+    with_numbers,
+)
 from ring_backends.training.describe import (
     check_count,
     describe_model,
@@ -101,7 +109,7 @@ class TrainingState(ABC):
     """A model in training over data × ring. Its interface is the same for every framework.
 
     A subclass runs the framework's backward and step. It sets ``_module``, the module whose state_dict has the model's
-    own names; or it overrides ``_save``, ``_check``, ``_load``, ``_model_state`` and ``_full_state_dict``.
+    own names; or it overrides ``_model_state``, ``_load_model`` and ``_full_state_dict``.
 
     Attributes:
         model: the wrapped model, to be called in the forward.
@@ -118,8 +126,11 @@ class TrainingState(ABC):
     divisor: float
     _module: nn.Module
 
-    saves_a_folder: ClassVar[bool] = False
-    """Whether :meth:`save` writes a folder instead of a file."""
+    _is_sharded: ClassVar[bool] = False
+    """Whether all ranks write and read a checkpoint together. Otherwise rank 0 writes whole tensors."""
+
+    _format: ClassVar[str] = FORMAT
+    """The format of the files of a checkpoint."""
 
     _allows_freezing: ClassVar[bool] = False
     """Whether ``requires_grad`` of parameters may change between steps."""
@@ -514,7 +525,7 @@ class TrainingState(ABC):
             RingMismatchError, RingPeerError: a rank makes another call, or is gone.
         """
         self._agree_on_path("save", path)
-        do_on_rank0(self._world, "saving a checkpoint", lambda: check_place(path, is_folder=self.saves_a_folder))
+        do_on_rank0(self._world, "saving a checkpoint", lambda: check_place(path))
         do_on_all(self._world, "saving a checkpoint", lambda: make_settings_loadable(self.optimizer), ValueError)
         self._broadcast_buffers("save")
         self._save(path)
@@ -575,32 +586,40 @@ class TrainingState(ABC):
         """Write model, optimizer, ``step_count`` and :meth:`_contents`. Called on all ranks."""
         model, optimizer = self._model_state(), self._optimizer_state()
         contents = self._contents(model)
-        model.update(self._loadable(model))  # in place: the state_dict also has the versions of its modules
 
-        def content() -> dict[str, Any]:
+        def loadable() -> dict[str, Any]:
             return {
-                "model": model,
+                "model": {name: as_loadable(x, f"the model's state_dict[{name!r}]") for name, x in model.items()},
                 "optimizer": as_loadable(optimizer, "the optimizer's state_dict"),
-                "contents": contents,
                 "step": self.step_count,
                 **self._scaler_state(),
             }
 
-        save_file(self._world, content, path)
+        state = do_on_all(self._world, "saving a checkpoint", loadable, ValueError)
+        self._replace_folder(path, partial(write_state, state=state, is_sharded=self._is_sharded), contents)
+
+    def _replace_folder(self, path: StrPath, write: Callable[[Path], object], contents: Mapping[str, Any]) -> None:
+        """Let ``write`` fill a folder, and let the folder replace the checkpoint at ``path``. Called on all ranks."""
+        holds = {"format": self._format, "contents": contents}
+        if self._is_sharded:
+            replace_folder(self._world, path, write, holds)
+        else:
+            do_on_rank0(self._world, "saving a checkpoint", lambda: replace_folder(Ring(), path, write, holds))
 
     def _check(self, path: Path) -> str:
-        """Check, without the other ranks, that a checkpoint is whole and fits this state; return its digest."""
-        return check_file(path)
+        """Check, without the other ranks, that a checkpoint is whole and has this format; return its digest."""
+        digest, found = check_folder(self._world, path), read_manifest(path)["format"]
+        if found != self._format:
+            raise ValueError(f"its format is that of {found}, but this adapter reads that of {self._format}")
+        return digest
 
     def _load(self, path: Path) -> None:
         """Check the contents, then read model, optimizer and ``step_count``. Called on all ranks."""
-        state: dict[str, Any] = torch.load(path, map_location=self._load_device(), weights_only=True)
-        saved = self._check_contents(state)
-        optimizer, groups = state["optimizer"], self._group_names()
-        if self._saves_flat is None and saved["groups"] != groups:
-            optimizer = reorder_state(optimizer, saved["groups"], groups)
-        self._module.load_state_dict(state["model"])
-        self._load_optimizer(optimizer)
+        model = self._model_state()
+        self._check_contents(read_manifest(path)["contents"], model)
+        state = read_state(path, model, device_of(self.model), is_sharded=self._is_sharded)
+        self._load_model({**model, **state["model"]})
+        self._load_optimizer(in_groups({"state": {}, **state["optimizer"]}, self._group_names()))
         self._load_scaler(state)
         self.step_count = state["step"]
 
@@ -614,22 +633,17 @@ class TrainingState(ABC):
         frozen = {name for _, x, _ in self._trained if not x.requires_grad for name in names[id(x)]}
         return describe_contents(state, self._optimizer_class, groups, sorted(frozen))
 
-    def _check_contents(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    def _check_contents(self, saved: Mapping[str, Any], state: Mapping[str, object]) -> None:
         """Check that a checkpoint is one of this model and optimizer. ``_load`` calls it before it changes anything.
 
         Args:
-            checkpoint: contains what :meth:`_contents` returned, as ``"contents"``.
-
-        Returns:
-            The checkpoint's contents.
+            saved: what :meth:`_contents` returned for the checkpoint.
+            state: what :meth:`_model_state` returns.
 
         Raises:
             ValueError: it is one of another model or optimizer, with the names of what differs.
         """
-        saved: dict[str, Any] | None = checkpoint.get("contents")
-        check_contents(saved, self._contents(self._model_state()), self._saves_flat)
-        assert saved is not None
-        return saved
+        check_contents(saved, self._contents(state), self._saves_flat)
 
     def _group_names(self) -> Groups:
         """The model's own names of the parameters in each parameter group of the optimizer."""
@@ -648,25 +662,20 @@ class TrainingState(ABC):
         """The state of the whole model. Called on all ranks, so it may use the framework's collectives."""
         return {name: copied(value) for name, value in self._module.state_dict().items()}
 
-    def _loadable(self, model: Mapping[str, object]) -> dict[str, Any]:
-        """The model's state, with values that can be loaded again. If they cannot be on one rank, all raise."""
+    def _load_model(self, state: dict[str, Any]) -> None:
+        """Load a state of :meth:`_model_state`."""
+        self._module.load_state_dict(state)
 
-        def convert() -> dict[str, Any]:
-            return {name: as_loadable(value, f"the model's state_dict[{name!r}]") for name, value in model.items()}
+    def _optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's state_dict, with names in place of the numbers of parameters. Called on all ranks.
 
-        return do_on_all(self._world, "saving a checkpoint", convert, ValueError)
+        If the model is not sharded, only rank 0 needs it.
+        """
+        return with_names(self.optimizer.state_dict(), self._group_names())
 
-    def _optimizer_state(self) -> Any:
-        """The state of the whole optimizer, at least on rank 0. Called on all ranks."""
-        return self.optimizer.state_dict()
-
-    def _load_optimizer(self, state: Any) -> None:
-        """Load what :meth:`_optimizer_state` returned on rank 0."""
-        self.optimizer.load_state_dict(state)
-
-    def _load_device(self) -> torch.device:
-        """The device on which a checkpoint's tensors are loaded."""
-        return device_of(self.model)
+    def _load_optimizer(self, state: dict[str, Any]) -> None:
+        """Load a state of :meth:`_optimizer_state`, whose groups are those of this optimizer."""
+        self.optimizer.load_state_dict(with_numbers(state))
 
     @property
     def _optimizer_class(self) -> type:
@@ -685,8 +694,8 @@ class TrainingState(ABC):
                 if is_not_caused_by_content(error):
                     raise
                 raise ValueError(
-                    f"path = {os.fspath(path)!r}: not a whole checkpoint of this model by this adapter; give one that "
-                    f"this adapter's save() wrote. {type(error).__name__}: {error}"
+                    f"path = {os.fspath(path)!r}: not a whole checkpoint of this model; give one that save() wrote. "
+                    f"{type(error).__name__}: {error}"
                 ) from error
 
         return do_on_all(self._world, f"loading {os.fspath(path)!r}", read_here, ValueError)

@@ -30,11 +30,11 @@ from ring_backends.testing.world import World, on_every_rank
 
 pytest.importorskip("numpy")  # the adapter needs NumPy
 
-from fsdp_cases import ADAPTER, every_strategy, parallelize
+from fsdp_cases import ADAPTER, STRATEGIES, every_strategy, parallelize
 
 from ring_backends.adapters import fsdp
-from ring_backends.adapters.fsdp import training as fsdp_training
 from ring_backends.adapters.fsdp.sharding import Strategy
+from ring_backends.training import checkpoints
 from ring_backends.training.checkpoint_files import MANIFEST
 
 
@@ -43,18 +43,36 @@ def test_an_interrupted_load_does_not_blame_the_checkpoint(tmp_path: Path) -> No
     """One rank gets Ctrl-C during load."""
     state, is_interrupted = parallelize({}, rings=TWO), dist.get_rank() == 1
     state.save(tmp_path / "checkpoint")
-    interrupt = mock.patch.object(fsdp_training.CheckpointPlanner, "create_local_plan", side_effect=KeyboardInterrupt)
+    interrupt = mock.patch.object(checkpoints.CheckpointPlanner, "create_local_plan", side_effect=KeyboardInterrupt)
     refused = pytest.raises(KeyboardInterrupt if is_interrupted else RingPeerError)
     with interrupt if is_interrupted else contextlib.nullcontext(), refused:
         state.load(tmp_path / "checkpoint")
 
 
-@pytest.mark.matrix(reason="another strategy")
-@pytest.mark.parametrize(("saved_by", "loaded_by"), [("fsdp2", "fsdp1"), ("fsdp1", "hsdp")])
-def test_another_strategy_loads_the_checkpoint(world: World, tmp_path: Path, saved_by: str, loaded_by: str) -> None:
+TRAININGS: dict[str, tuple[str, dict[str, str]]] = {
+    "native": ("ring_backends.adapters.native", {}),
+    "fairscale": ("ring_backends.adapters.fairscale", {}),
+    **{strategy: (ADAPTER, {"strategy": strategy}) for strategy in STRATEGIES},
+}
+"""Adapter and options of each training."""
+
+
+READERS = (
+    *(("native", "fsdp2"), ("fsdp2", "native"), ("native", "fsdp1"), ("fsdp1", "native")),
+    *(("fsdp2", "fsdp1"), ("fsdp1", "hsdp"), ("hsdp", "fairscale"), ("fairscale", "fsdp2")),
+)
+"""The training that saves, and the one that loads."""
+
+
+@pytest.mark.parametrize("pair", matrix_but(("native", "fsdp2"), ("fsdp2", "native"), of=READERS), ids=" ".join)
+def test_another_adapter_or_strategy_loads_the_checkpoint(world: World, tmp_path: Path, pair: tuple[str, str]) -> None:
+    for name in pair:
+        pytest.importorskip(TRAININGS[name][0], exc_type=ImportError)
+    (saver, options), (loader, other_options) = (TRAININGS[name] for name in pair)
     path = str(tmp_path / "checkpoint")
-    uninterrupted, _ = world.run(save_and_load, ADAPTER, TWO, ADAM, path, {"strategy": saved_by})[0]
-    for resumed in world.run(load_and_resume, ADAPTER, TWO, replace(ADAM, seed=9), path, {"strategy": loaded_by}):
+    uninterrupted, _ = world.run(save_and_load, saver, TWO, ADAM, path, options)[0]
+    for resumed in world.run(load_and_resume, loader, TWO, replace(ADAM, seed=9), path, other_options):
+        assert resumed.step_count == 2
         assert resumed.losses == pytest.approx(uninterrupted.losses, rel=1e-5)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoint"]
 

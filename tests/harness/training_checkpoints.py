@@ -91,8 +91,7 @@ SPOILED = ("cut off", "text", "cut off and signed", "text and signed", "pickle w
 
 
 def files_of(checkpoint: Path) -> list[Path]:
-    files = [checkpoint] if checkpoint.is_file() else [file for file in checkpoint.rglob("*") if file.is_file()]
-    return sorted(files)
+    return sorted(file for file in checkpoint.rglob("*") if file.is_file())
 
 
 def spoil(path: Path, how: str, made: str) -> None:
@@ -116,22 +115,17 @@ def spoil(path: Path, how: str, made: str) -> None:
 
 def sign(path: Path) -> None:
     """Write valid checksums into a damaged checkpoint."""
-    if path.is_file():
-        content = path.read_bytes().removesuffix(b"\0\0")
-        comment = b"sha256=" + hashlib.sha256(content).hexdigest().encode()
-        path.write_bytes(content + len(comment).to_bytes(2, "little") + comment)
-    elif (path / MANIFEST).is_file():
-        manifest = json.loads((path / MANIFEST).read_text())
-        for name in manifest["sha256"]:
-            manifest["sha256"][name] = hashlib.sha256((path / name).read_bytes()).hexdigest()
-        (path / MANIFEST).write_text(json.dumps(manifest))
+    manifest = json.loads((path / MANIFEST).read_text())
+    for name in manifest["sha256"]:
+        manifest["sha256"][name] = hashlib.sha256((path / name).read_bytes()).hexdigest()
+    (path / MANIFEST).write_text(json.dumps(manifest))
 
 
 def changes_of(files: Sequence[Path], what: str, folder: str) -> dict[str, Callable[[Path], None]]:
     """Functions that change a copy of a checkpoint, by what they do. ``files`` are relative to the checkpoint."""
     if what == "spoiled":
         return {how: partial(spoil, how=how, made=str(Path(folder, f"made by {how}"))) for how in SPOILED}
-    ways = ("damaged",) if files == [Path(".")] else ("damaged", "missing")
+    ways = ("damaged", "missing")
     return {f"{file} {how}": partial(damage, file=file, how=how) for file in files for how in ways}
 
 
@@ -227,21 +221,6 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
 
 LACKING = {"tied parameters": "tied", "frozen parameters": "frozen"}
 """The models that an adapter without a capability does not train."""
-
-
-def set_version(path: Path, version: int) -> None:
-    """Change the version of a checkpoint. Version 1 has no contents."""
-    file = path if path.is_file() else path / MANIFEST
-    checkpoint = torch.load(file, weights_only=True) if path.is_file() else json.loads(file.read_text())
-    if version == 1:
-        del checkpoint["contents"]
-    else:
-        checkpoint["contents"]["version"] = version
-    if path.is_dir():
-        file.write_text(json.dumps(checkpoint))
-        return
-    torch.save(checkpoint, file)
-    sign(file)
 
 
 @requires("training", "save and load")
@@ -373,17 +352,17 @@ class TrainingCheckpointTests(TrainingSuite):
         loaded = {(group["lr"], type(group["lr"])) for group in resumed.state.optimizer.param_groups}
         assert loaded == {(0.25, float)}, loaded
 
-    @pytest.mark.parametrize("version", [1, 3])
     @on_every_rank
-    def test_another_version_is_refused(self, version: int, tmp_path: Path) -> None:
-        """Checkpoints of version 1 had no description of their contents."""
+    def test_another_version_is_refused(self, tmp_path: Path) -> None:
         path, state = tmp_path / "checkpoint", self.parallelize()
         state.save(path)
         dist.barrier()
         if dist.get_rank() == 0:
-            set_version(path, version)
+            manifest = json.loads((path / MANIFEST).read_text())
+            manifest["contents"]["version"] = 2
+            (path / MANIFEST).write_text(json.dumps(manifest))
         dist.barrier()
-        text = f"it has version {version} of the format, but this version of ring_backends reads version 2"
+        text = "it has version 2 of the format, but this version of ring_backends reads version 3"
         ending(state.load, path).check(ValueError, f"path = '{path}'", text)
 
     @on_every_rank
@@ -432,7 +411,7 @@ class CheckpointErrorTests(TrainingSuite):
         for name, change in changes_of(files, what, str(tmp_path)).items():
             dist.barrier()
             if dist.get_rank() == 0:
-                (shutil.copytree if whole.is_dir() else shutil.copy)(whole, copy)
+                shutil.copytree(whole, copy)
                 change(copy)
             dist.barrier()
             ended = ending(fresh.state.load, copy)
@@ -442,7 +421,7 @@ class CheckpointErrorTests(TrainingSuite):
             assert fresh.state.step_count == 0, name
             dist.barrier()
             if dist.get_rank() == 0:
-                shutil.rmtree(copy) if copy.is_dir() else copy.unlink()
+                shutil.rmtree(copy)
         fresh.state.load(whole)
         fresh.check_state(saved)
         assert not [*tmp_path.glob("made*")], "code of a checkpoint was run"
@@ -516,7 +495,14 @@ class CheckpointErrorTests(TrainingSuite):
                 ending(call, path).check(TypeError, f"path = {path!r}: expected a str or an os.PathLike")
 
     @on_every_rank
-    def test_a_missing_checkpoint_is_an_error(self, tmp_path: Path) -> None:
-        ended = ending(self.trainer(ADAM).state.load, tmp_path / "none")
-        ended.check(ValueError)
-        ended.check(FileNotFoundError, str(tmp_path / "none"))
+    def test_what_is_no_checkpoint_is_refused_by_name(self, tmp_path: Path) -> None:
+        state, file = self.trainer(ADAM).state, tmp_path / "file"
+        file.touch()
+        for path, text in (
+            (tmp_path / "none", "there is no checkpoint"),
+            (file, f"expected a checkpoint, which is a folder with a {MANIFEST}; found a file"),
+            (tmp_path, f"expected a checkpoint, which is a folder with a {MANIFEST}; found a folder without it"),
+        ):
+            ended = ending(state.load, path)
+            ended.check(ValueError)
+            ended.check(FileNotFoundError, f"path = '{path}'", text)
