@@ -28,8 +28,9 @@ from ring_backends.ring.rendezvous import start_world_of_one
 from ring_backends.ring.ring import Ring
 from ring_backends.training.checkpoint_files import StrPath, as_loadable, read_manifest
 from ring_backends.training.contents import Groups, in_groups, with_names, with_numbers
+from ring_backends.training.events import ORDER
 from ring_backends.training.reducer import measure_divisor, parameters_in_backward, probe
-from ring_backends.training.state import ORDER, MakeOptimizer, TrainingState, copied
+from ring_backends.training.state import MakeOptimizer, TrainingState, copied, refuse_copies
 
 
 class DeepSpeedTraining(TrainingState):
@@ -84,7 +85,7 @@ class DeepSpeedTraining(TrainingState):
                 "for both runs"
             )
         self.model, self._num_groups = self._engine, len(self.optimizer.param_groups)
-        self._refuse_copies("it is a DeepSpeed engine, which holds process groups and the optimizer")
+        refuse_copies(self.model, "it is a DeepSpeed engine, which holds process groups and the optimizer")
         self._is_offloaded = self._zero_stage > 0 and self._engine.zero_cpu_offload()
         if self._zero_stage:
             for name, parameter in self._parameters.items():
@@ -92,7 +93,7 @@ class DeepSpeedTraining(TrainingState):
         if self._zero_stage == 3:
             modules = self._engine.module.named_modules()
             with_parameters = ((name, part) for name, part in modules if any(True for _ in part.parameters(False)))
-            self._check_calls_of(self._engine, with_parameters)
+            self._events.watch_calls(self._engine, with_parameters)
         self._expect_micro_batch(ends_step=accumulation_steps == 1)
 
     def _describe_graph(self, loss: Tensor) -> Mapping[str, object]:

@@ -26,7 +26,7 @@ from ring_backends.ring.rendezvous import world_ring
 from ring_backends.ring.ring import Ring
 from ring_backends.training.contents import with_names, with_numbers
 from ring_backends.training.reducer import device_of, fill_missing_gradients, measure_divisor, probe, under_autocast
-from ring_backends.training.state import MakeOptimizer, TrainingState
+from ring_backends.training.state import MakeOptimizer, TrainingState, refuse_copies
 
 MakeFor = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -51,7 +51,7 @@ class FairScaleTraining(TrainingState):
         super().__init__(model, ring, max_grad_norm, accumulation_steps, compared)
         make = partial(self._make_optimizer, make_optimizer)
         self._module, self.model, self.optimizer = self._wrap(model, make, mixed_precision)
-        self._refuse_copies("FairScale's wrapper holds process groups")
+        refuse_copies(self.model, "FairScale's wrapper holds process groups")
         self.divisor = measure_divisor(self._world, self._reduced)
 
     @abstractmethod

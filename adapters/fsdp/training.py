@@ -26,6 +26,7 @@ from ring_backends.ring.ring import Ring
 from ring_backends.torch_internals import internal
 from ring_backends.training.contents import renamed
 from ring_backends.training.describe import describe_model, own_name
+from ring_backends.training.events import PARTS_BEHIND_LOSS
 from ring_backends.training.reducer import (
     device_of,
     is_eager_forward,
@@ -34,7 +35,7 @@ from ring_backends.training.reducer import (
     modules_in_backward,
     probe,
 )
-from ring_backends.training.state import PARTS_BEHIND_LOSS, MakeOptimizer, TrainingState, copied
+from ring_backends.training.state import MakeOptimizer, TrainingState, copied, refuse_copies
 
 
 class ShardedTraining(TrainingState):
@@ -67,8 +68,8 @@ class ShardedTraining(TrainingState):
             )
         (self.divisor,) = divisors
         self.model = sharding.shard(model, blocks)
-        self._refuse_copies("each rank holds shards of its parameters, and it holds process groups")
-        self._check_calls_of(self.model, self._sharded_parts())
+        refuse_copies(self.model, "each rank holds shards of its parameters, and it holds process groups")
+        self._events.watch_calls(self.model, self._sharded_parts())
         for name, part in self._sharded_parts():
             part.register_forward_hook(partial(mark_outputs, name))
         self.optimizer = self._make_optimizer(make_optimizer, self.model)

@@ -249,6 +249,20 @@ def new_scaler(device: torch.device, world: Ring) -> torch.amp.GradScaler:
     return ShardedGradScaler(device.type, process_group=dist.group.WORLD)
 
 
+def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Divide the gradient by the scale of the loss, and adapt the scale. Returns whether the gradient is finite.
+
+    If it is not finite on some rank, all ranks clear it.
+    """
+    scale = scaler.get_scale()
+    scaler.unscale_(optimizer)
+    scaler.update()
+    is_finite = scaler.get_scale() >= scale
+    if not is_finite:
+        optimizer.zero_grad(set_to_none=True)
+    return is_finite
+
+
 def device_of(model: nn.Module) -> torch.device:
     """The device of a model's first parameter; the CPU if it has none."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

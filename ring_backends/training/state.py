@@ -18,13 +18,12 @@ If one rank cannot read a checkpoint, all ranks raise.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -34,20 +33,10 @@ import torch
 from torch import Tensor, nn
 
 from ring_backends.errors import RingMismatchError, RingPeerError
-from ring_backends.ring.calls import NOTHING, Configuration
-from ring_backends.ring.collectives import (
-    agree,
-    agree_if_new,
-    broadcast,
-    do_on_all,
-    do_on_rank0,
-    event_of,
-    framework_collectives,
-)
-from ring_backends.ring.rendezvous import world_ring
+from ring_backends.ring.calls import NOTHING
+from ring_backends.ring.collectives import agree, broadcast, do_on_all, do_on_rank0
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.checks import check_integer
-from ring_backends.torch_internals import internal
 from ring_backends.training.checkpoint_files import (
     CheckpointNotFoundError,
     StrPath,
@@ -79,30 +68,78 @@ from ring_backends.training.describe import (
     persistent_buffers,
 )
 from ring_backends.training.elementwise import check_elementwise
-from ring_backends.training.reducer import check_mixed_precision, device_of, is_eager_forward, new_scaler
+from ring_backends.training.events import Events
+from ring_backends.training.reducer import check_mixed_precision, device_of, new_scaler, unscale
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-PART = "part of the model"
-PARTS_BEHIND_LOSS = "parts of the model behind the loss"
-ORDER = "parameters in the order of their gradients"
-
-_FORWARD = "forward of the model"
-_ADVICE = {
-    PART: "The framework gathers a module's parameters from all ranks when the module is called: let every rank "
-    "call the same modules, on zero rows if necessary; or shard them together with the module that contains them "
-    "(fsdp: leave them out of blocks=; deepspeed: zero_stage=2).",
-    PARTS_BEHIND_LOSS: "The framework reduces gradients in the order in which they arrive: let the losses of all ranks "
-    "depend on the same parts of the model; add 0 * output.sum() of a part that a rank does not use.",
-    ORDER: "ZeRO reduces gradients in the order in which they arrive: let every rank use the same parameters in the "
-    "same order; add 0 * output.sum() of a part that a rank does not use; or use zero_stage=0.",
-}
-"""What to do about a field that differs between the ranks."""
 
 
 def copied(value: Any) -> Any:
     """A copy of a value of a state_dict: of a tensor, on the CPU."""
     return value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+class TokenCounts:
+    """The numbers of tokens with which the losses of a step were scaled.
+
+    Attributes:
+        since_backward: of the losses since the last backward.
+        of_step: of the backward calls of the step; None stands for a loss that was not scaled.
+    """
+
+    def __init__(self) -> None:
+        self.since_backward: set[float] = set()
+        self.of_step: set[float | None] = set()
+
+    def take(self) -> list[float]:
+        """The counts since the last backward, which begins now."""
+        counts = sorted(self.since_backward)
+        self.since_backward.clear()
+        return counts
+
+    def rescaling(self, step_token_count: float | None) -> float:
+        """The factor that turns the gradient into that of the mean over ``step_token_count`` tokens."""
+        if step_token_count is None:
+            return 1.0
+        if len(self.of_step) > 1 or None in self.of_step:
+            counts = ", ".join(sorted(map(str, self.of_step)))
+            raise ValueError(
+                f"step_token_count = {step_token_count}: the losses of this step were scaled with different numbers of "
+                f"tokens ({counts}), so no factor fits all of them; make every loss of a step with state.loss(), and "
+                "pass the same step_token_count each time."
+            )
+        (used,) = self.of_step
+        assert used is not None
+        return (used or 1) / (step_token_count or 1)
+
+
+def _check_loss(loss: Tensor) -> None:
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss is a {type(loss).__name__}: expected a tensor; pass what state.loss() returns.")
+    if loss.numel() != 1:
+        raise ValueError(f"loss has shape {[*loss.shape]}: expected one number; pass its sum to state.loss().")
+    if not loss.requires_grad:
+        raise ValueError(
+            "loss depends on no parameter, and the other ranks wait for this rank's gradients: on a rank without "
+            "valid tokens pass 0 * output.sum(), and call the model with gradients enabled."
+        )
+
+
+def refuse_copies(model: nn.Module, reason: str) -> None:
+    """Let copies and pickles of a wrapped model raise TypeError.
+
+    Args:
+        reason: why they are impossible, as one clause.
+    """
+
+    def refuse(*_: object) -> NoReturn:
+        raise TypeError(
+            f"state.model cannot be copied or pickled: {reason}. Copy the module before parallelize() wraps it, or "
+            "load state.full_state_dict() into another module of its class."
+        )
+
+    # copy and pickle look these up on the instance.
+    vars(model).update(__deepcopy__=refuse, __reduce_ex__=refuse)
 
 
 class TrainingState(ABC):
@@ -158,10 +195,8 @@ class TrainingState(ABC):
             model: as the user made it, before it is wrapped.
             options: the other arguments of ``parallelize`` by name. Plain values are compared.
         """
-        self.ring = ring
-        self._world = world_ring(ring)
-        agreement = self._world.agreement
-        self._number = 0 if agreement is None else agreement.number_module()
+        self.ring, self._events = ring, Events(ring)
+        self._world = self._events.world
         with self._world.report_refusals():
             if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
                 raise ValueError(f"max_grad_norm = {max_grad_norm}: must be positive and finite; None does not clip.")
@@ -171,11 +206,8 @@ class TrainingState(ABC):
         self.accumulation_steps = accumulation_steps
         self.step_count = self.skipped_steps = 0
         self._backward_calls = 0
-        self._failure: str | None = None
-        self._is_in_forward = False
-        self._counts_since_backward: set[float] = set()
+        self._tokens = TokenCounts()
         self._is_compared = False
-        self._loss_counts: set[float | None] = set()
         self._trained: list[tuple[str, nn.Parameter, bool]] = []
         self._buffers = persistent_buffers(model)
         self._scaler: torch.amp.GradScaler | None = None
@@ -207,7 +239,7 @@ class TrainingState(ABC):
         with self._world.report_refusals():
             count = check_count("local_count", local_count)
         # Settings that differ are known before the step.
-        settings, event = describe_settings(self.optimizer), self._event("global_count", {})
+        settings, event = describe_settings(self.optimizer), self._events.event("global_count", {})
         numbers = [count, isinstance(count, int)]
         by_rank = agree(self._world, "global_count", event.fields, numbers, values=settings)
         self._is_compared = True
@@ -247,7 +279,7 @@ class TrainingState(ABC):
         total = self.global_count(local_token_count) if step_token_count is None else step_token_count
         loss = local_loss_sum * (self.divisor / (total or 1))
         if loss.requires_grad:  # others are for a record only
-            self._counts_since_backward.add(total)
+            self._tokens.since_backward.add(total)
         return loss
 
     def backward(self, loss: Tensor) -> None:
@@ -265,9 +297,9 @@ class TrainingState(ABC):
                 or their losses depend on different parts of the model and the framework cannot reduce that.
             RingPeerError: a rank does not make the call, or raised an error in it.
         """
-        self._check_usable()
+        self._events.check_usable()
         with self._world.report_refusals():
-            self._check_loss(loss)
+            _check_loss(loss)
             if self._backward_calls == self.accumulation_steps:
                 raise RuntimeError(
                     f"backward() after all {self.accumulation_steps} backward calls of a step: the gradients are "
@@ -275,12 +307,11 @@ class TrainingState(ABC):
                     "(step(step_token_count)), pass the sum of the losses, or raise accumulation_steps."
                 )
             graph = self._describe_graph(loss)
-        counts = sorted(self._counts_since_backward)
-        self._counts_since_backward.clear()
+        counts = self._tokens.take()
         self._agree("backward", graph, {"step_token_count": counts}, if_new=True)
-        with self._framework_collectives("backward"):
+        with self._events.framework_collectives("backward", self.step_count + 1):
             self._backward(loss if self._scaler is None else self._scaler.scale(loss))
-        self._loss_counts.update(counts or [None])
+        self._tokens.of_step.update(counts or [None])
         self._backward_calls += 1
         self._expect_micro_batch(ends_step=self._backward_calls + 1 >= self.accumulation_steps)
 
@@ -314,75 +345,27 @@ class TrainingState(ABC):
                 self._check_early_step()
             if step_token_count is not None:
                 step_token_count = check_count("step_token_count", step_token_count)
-            factor = self._rescaling(step_token_count)
+            factor = self._tokens.rescaling(step_token_count)
             self._check_optimizer()
             fields = {"optimizer": self._optimizer_class.__name__, **self._describe_gradients()}
             values = {"step_token_count": step_token_count, **describe_settings(self.optimizer)}
         self._agree("step", fields, values, after_hops=True, if_new=self._is_compared)
         self._is_compared = False
-        with self._framework_collectives("step"):
+        with self._events.framework_collectives("step", self.step_count + 1):
             if is_early:
                 self._expect_micro_batch(ends_step=True)
                 self._reduce_accumulated()
             if factor != 1:
                 self._scale_gradients(factor)
-            is_updated = (self._scaler is None or self._unscale(self._scaler)) and self._step()
+            is_updated = (self._scaler is None or unscale(self._scaler, self.optimizer)) and self._step()
         if is_updated:
             self.step_count += 1
         else:
             self.skipped_steps += 1
         self._backward_calls = 0
-        self._loss_counts.clear()
+        self._tokens.of_step.clear()
         self._broadcast_buffers("step")
         self._expect_micro_batch(ends_step=self.accumulation_steps == 1)
-
-    def _unscale(self, scaler: torch.amp.GradScaler) -> bool:
-        """Divide the gradient by the scale of the loss, and adapt the scale. Returns whether the gradient is finite.
-
-        If it is not finite on some rank, all ranks clear it.
-        """
-        scale = scaler.get_scale()
-        scaler.unscale_(self.optimizer)
-        scaler.update()
-        is_finite = scaler.get_scale() >= scale
-        if not is_finite:
-            self.optimizer.zero_grad(set_to_none=True)
-        return is_finite
-
-    def _scaler_state(self) -> dict[str, Any]:
-        """The part of a checkpoint that holds the scale of the loss."""
-        return {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
-
-    def _load_scaler(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`_scaler_state` returned. A run with fp16 may go on from one without."""
-        if self._scaler is not None and "scaler" in state:
-            self._scaler.load_state_dict(state["scaler"])
-
-    def _rescaling(self, step_token_count: float | None) -> float:
-        """The factor that turns the gradient into that of the mean over ``step_token_count`` tokens."""
-        if step_token_count is None:
-            return 1.0
-        if len(self._loss_counts) > 1 or None in self._loss_counts:
-            counts = ", ".join(sorted(map(str, self._loss_counts)))
-            raise ValueError(
-                f"step_token_count = {step_token_count}: the losses of this step were scaled with different numbers of "
-                f"tokens ({counts}), so no factor fits all of them; make every loss of a step with state.loss(), and "
-                "pass the same step_token_count each time."
-            )
-        (used,) = self._loss_counts
-        assert used is not None
-        return (used or 1) / (step_token_count or 1)
-
-    def _check_loss(self, loss: Tensor) -> None:
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"loss is a {type(loss).__name__}: expected a tensor; pass what state.loss() returns.")
-        if loss.numel() != 1:
-            raise ValueError(f"loss has shape {[*loss.shape]}: expected one number; pass its sum to state.loss().")
-        if not loss.requires_grad:
-            raise ValueError(
-                "loss depends on no parameter, and the other ranks wait for this rank's gradients: on a rank without "
-                "valid tokens pass 0 * output.sum(), and call the model with gradients enabled."
-            )
 
     def _describe_graph(self, loss: Tensor) -> Mapping[str, object]:
         """The properties of the graph behind ``loss`` that must be equal on all ranks. Called before each backward.
@@ -492,22 +475,6 @@ class TrainingState(ABC):
         agree(self._world, "make_optimizer", describe_optimizer(optimizer, names))
         return optimizer
 
-    def _refuse_copies(self, reason: str) -> None:
-        """Let copies and pickles of :attr:`model` raise TypeError. A subclass whose wrapper allows none calls this.
-
-        Args:
-            reason: why they are impossible, as one clause.
-        """
-
-        def refuse(*_: object) -> NoReturn:
-            raise TypeError(
-                f"state.model cannot be copied or pickled: {reason}. Copy the module before parallelize() wraps it, or "
-                "load state.full_state_dict() into another module of its class."
-            )
-
-        # copy and pickle look these up on the instance.
-        vars(self.model).update(__deepcopy__=refuse, __reduce_ex__=refuse)
-
     def _describe(self, model: nn.Module) -> dict[str, object]:
         """The properties of a model that must be equal on all ranks."""
         return describe_model(model)
@@ -592,7 +559,7 @@ class TrainingState(ABC):
                 "model": {name: as_loadable(x, f"the model's state_dict[{name!r}]") for name, x in model.items()},
                 "optimizer": as_loadable(optimizer, "the optimizer's state_dict"),
                 "step": self.step_count,
-                **self._scaler_state(),
+                **({} if self._scaler is None else {"scaler": self._scaler.state_dict()}),
             }
 
         state = do_on_all(self._world, "saving a checkpoint", loadable, ValueError)
@@ -620,7 +587,8 @@ class TrainingState(ABC):
         state = read_state(path, model, device_of(self.model), is_sharded=self._is_sharded)
         self._load_model({**model, **state["model"]})
         self._load_optimizer(in_groups({"state": {}, **state["optimizer"]}, self._group_names()))
-        self._load_scaler(state)
+        if self._scaler is not None and "scaler" in state:  # a run with fp16 may go on from one without
+            self._scaler.load_state_dict(state["scaler"])
         self.step_count = state["step"]
 
     def _contents(self, state: Mapping[str, object]) -> dict[str, Any]:
@@ -700,6 +668,12 @@ class TrainingState(ABC):
 
         return do_on_all(self._world, f"loading {os.fspath(path)!r}", read_here, ValueError)
 
+    def _agree(
+        self, name: str, fields: Mapping[str, object], values: Mapping[str, object] = NOTHING, **how: bool
+    ) -> None:
+        """Compare a call with the other ranks (:meth:`Events.agree`)."""
+        self._events.agree(name, {"backward calls": self._backward_calls, **fields}, values, **how)
+
     def _agree_on_path(self, name: str, path: StrPath) -> None:
         self._agree(name, {"path": self._text_of(path)})
 
@@ -709,82 +683,6 @@ class TrainingState(ABC):
             if not isinstance(text, str):
                 raise TypeError(f"path = {path!r}: expected a str or an os.PathLike; give that of a checkpoint.")
         return text
-
-    # Comparing with the other ranks
-
-    def _agree(
-        self,
-        name: str,
-        fields: Mapping[str, object],
-        values: Mapping[str, object] = NOTHING,
-        *,
-        after_hops: bool = False,
-        if_new: bool = False,
-    ) -> None:
-        """Make sure that all ranks make the call ``name`` with these fields, at the same point of the training.
-
-        A hop of the ring that is known to have failed is an error on all ranks of the world.
-
-        Args:
-            values: fields that usually change in each step.
-            after_hops: whether this rank first waits until its GPU has finished all hops.
-            if_new: whether the usual call needs no communication.
-        """
-        self._check_usable()
-        try:
-            if after_hops:
-                self.ring.synchronize()
-            else:
-                self.ring.check()
-        except RuntimeError as error:
-            if self._world.agreement is not None:
-                self._world.agreement.report_error(name, error)
-            raise
-        fields = {"backward calls": self._backward_calls, **fields}
-        with self._mismatches_explained():
-            if if_new:
-                agree_if_new(self._world, self._event(name, fields), values)
-            else:
-                agree(self._world, name, self._event(name, fields).fields, values=values)
-
-    def _event(self, name: str, fields: Mapping[str, object]) -> Configuration:
-        return event_of(name, {"training state": self._number, **fields})
-
-    def _check_usable(self) -> None:
-        if self._failure is not None:
-            raise RuntimeError(
-                f"{self._failure}, which may have left an incomplete gradient: this state cannot be used any more; "
-                "restart the processes from the last checkpoint."
-            )
-
-    @contextlib.contextmanager
-    def _mismatches_explained(self) -> Iterator[None]:
-        """Wraps calls that compare. Their mismatches then say what to do, and close the ring if they close the world.
-
-        A rank of the same ring may be waiting for a hop.
-        """
-        world, ring = self._world.agreement, self.ring.agreement
-        try:
-            yield
-        except RuntimeError as error:
-            if world is not None and ring is not None and world.has_failed:
-                ring.report_error("training", error)
-            advice = {_ADVICE[field]: None for field in _ADVICE if f"{field} (" in str(error)}
-            if isinstance(error, RingMismatchError) and advice:
-                raise RingMismatchError(" ".join([str(error), *advice])) from error
-            raise
-
-    @contextlib.contextmanager
-    def _framework_collectives(self, name: str) -> Iterator[None]:
-        """Wraps collectives of the framework. An error in them reaches the other ranks and ends the training."""
-        try:
-            with self._mismatches_explained(), framework_collectives(self._world, name, self.ring):
-                yield
-        except BaseException as error:
-            if self.ring.agreement is not None:  # a rank of the same ring may be waiting for a hop
-                self.ring.agreement.report_error(name, error)
-            self._failure = f"{name}() raised {type(error).__name__} in step {self.step_count + 1}"
-            raise
 
     def _broadcast_buffers(self, name: str) -> None:
         """Give all ranks rank 0's persistent buffers: each rank has updated its own from different tokens."""
@@ -799,44 +697,3 @@ class TrainingState(ABC):
                         "parallelize(): assign a tensor to it, since rank 0's value is copied to all ranks."
                     )
         broadcast(self._world, f"buffers in {name}", buffers)
-
-    def _check_calls_of(self, model: nn.Module, parts: Iterable[tuple[str, nn.Module]]) -> None:
-        """Make sure, before each call of one of these modules, that all ranks call it.
-
-        Some frameworks gather a module's parameters when the module is called. If ranks called different modules, each
-        rank would compute with parameters of several modules, or collectives of different sizes would end the process.
-
-        Args:
-            model: the module that the user calls. Within its calls, waits for the framework are watched.
-        """
-        if self._world.size == 1:
-            return
-        for name, part in parts:
-            event = self._event(_FORWARD, {PART: name or "all of it"})
-            part.register_forward_pre_hook(partial(self._check_call, event), prepend=True)
-        call = internal(model, "_call_impl", "watching the calls of a sharded model")
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            if self._is_in_forward or not is_eager_forward():
-                return call(*args, **kwargs)
-            self._is_in_forward = True
-            try:
-                with (
-                    self._mismatches_explained(),
-                    framework_collectives(self._world, _FORWARD, self.ring, reports_errors=False),
-                ):
-                    return call(*args, **kwargs)
-            finally:
-                self._is_in_forward = False
-
-        # The framework gathers in hooks that torch calls around forward(), so replacing forward() would not do.
-        model._call_impl = watched  # type: ignore[method-assign]
-
-    def _check_call(self, event: Configuration, *_: object) -> None:
-        if not is_eager_forward():
-            return
-        if self._is_in_forward:
-            agree_if_new(self._world, event)
-        else:  # a part that the user calls directly, in which no wait is watched
-            with self._mismatches_explained():
-                agree(self._world, _FORWARD, event.fields)

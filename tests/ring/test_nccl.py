@@ -31,7 +31,7 @@ from ring_backends.testing import nccl_stand_in
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.marks import MORE_CASES, THOROUGH, matrix_but
 from ring_backends.testing.nccl_stand_in import DEVICE
-from ring_backends.training.state import TrainingState
+from ring_backends.training.events import Events
 
 __all__ = ["process"]
 
@@ -154,11 +154,11 @@ def test_a_new_configuration_does_not_wait_for_a_closed_ring() -> None:
 def test_a_failed_hop_reaches_the_world_of_a_training(after_hops: bool) -> None:
     """If the ring is a part of the world, the other rings learn of it before they reduce or step."""
     failure = RingPeerError("lost")
-    training = mock.Mock(spec=TrainingState, _world=mock.Mock())
-    training.ring = mock.Mock(**{f"{'synchronize' if after_hops else 'check'}.side_effect": failure})
+    events = mock.Mock(spec=Events, world=mock.Mock())
+    events.ring = mock.Mock(**{f"{'synchronize' if after_hops else 'check'}.side_effect": failure})
     with pytest.raises(RingPeerError, match="lost"):
-        TrainingState._agree(training, "step", {}, after_hops=after_hops)
-    training._world.agreement.report_error.assert_called_once_with("step", failure)
+        Events.agree(events, "step", {}, after_hops=after_hops)
+    events.world.agreement.report_error.assert_called_once_with("step", failure)
 
 
 def test_a_refused_call() -> None:
