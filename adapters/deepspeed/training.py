@@ -27,7 +27,7 @@ from ring_backends.ring.collectives import do_on_all
 from ring_backends.ring.rendezvous import start_world_of_one
 from ring_backends.ring.ring import Ring
 from ring_backends.training.checkpoint_files import StrPath, as_loadable, read_manifest
-from ring_backends.training.contents import Groups, in_groups, with_names, with_numbers
+from ring_backends.training.contents import Groups, check_contents, in_groups, with_names, with_numbers
 from ring_backends.training.events import ORDER
 from ring_backends.training.reducer import measure_divisor, parameters_in_backward, probe
 from ring_backends.training.state import MakeOptimizer, TrainingState, copied, refuse_copies
@@ -236,7 +236,7 @@ class DeepSpeedTraining(TrainingState):
             ValueError: the folder has no DeepSpeed checkpoint.
         """
         saved = read_manifest(path)["contents"]
-        self._check_contents(saved, self._model_state())
+        check_contents(saved, self._contents(self._model_state()), self._saves_flat)
 
         def reorder(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
             return with_numbers(in_groups(with_names(state, saved["groups"]), self._groups))

@@ -142,6 +142,33 @@ def refuse_copies(model: nn.Module, reason: str) -> None:
     vars(model).update(__deepcopy__=refuse, __reduce_ex__=refuse)
 
 
+def _read(world: Ring, path: StrPath, read: Callable[[], Any]) -> Any:
+    """Let every rank read; if one cannot, all raise."""
+
+    def read_here() -> Any:
+        try:
+            return read()
+        except (RingMismatchError, RingPeerError):
+            raise
+        except Exception as error:  # the class depends on the framework and on the damage
+            if is_not_caused_by_content(error):
+                raise
+            raise ValueError(
+                f"path = {os.fspath(path)!r}: not a whole checkpoint of this model; give one that save() wrote. "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    return do_on_all(world, f"loading {os.fspath(path)!r}", read_here, ValueError)
+
+
+def _text_of(world: Ring, path: object) -> str:
+    with world.report_refusals():
+        text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+        if not isinstance(text, str):
+            raise TypeError(f"path = {path!r}: expected a str or an os.PathLike; give that of a checkpoint.")
+    return text
+
+
 class TrainingState(ABC):
     """A model in training over data × ring. Its interface is the same for every framework.
 
@@ -491,7 +518,7 @@ class TrainingState(ABC):
                 RuntimeError with its message.
             RingMismatchError, RingPeerError: a rank makes another call, or is gone.
         """
-        self._agree_on_path("save", path)
+        self._agree("save", {"path": _text_of(self._world, path)})
         do_on_rank0(self._world, "saving a checkpoint", lambda: check_place(path))
         do_on_all(self._world, "saving a checkpoint", lambda: make_settings_loadable(self.optimizer), ValueError)
         self._broadcast_buffers("save")
@@ -517,13 +544,13 @@ class TrainingState(ABC):
                     f"load() after {self._backward_calls} backward calls of a step: their gradients would count in the "
                     "next step; call step() first; load() then replaces its result."
                 )
-        self._agree_on_path("load", path)
+        self._agree("load", {"path": _text_of(self._world, path)})
         place = find_checkpoint(self._world, path)
         if place is None:
             raise CheckpointNotFoundError(
                 f"path = {os.fspath(path)!r}: there is no checkpoint; give a path that save() wrote."
             )
-        digest = self._read(path, lambda: self._check(place))
+        digest = _read(self._world, path, lambda: self._check(place))
         digests = agree(self._world, "comparing checkpoints", None, [int(digest[:12], 16)])
         if any(other != digests[0] for other in digests):
             by_rank = ", ".join(f"rank {rank}: {int(number):012x}" for rank, (number,) in enumerate(digests))
@@ -531,11 +558,11 @@ class TrainingState(ABC):
                 f"path = {os.fspath(path)!r}: the ranks see different checkpoints there ({by_rank}); give a path that "
                 "leads to the same checkpoint on every host."
             )
-        self._read(path, lambda: self._load(place))
+        _read(self._world, path, lambda: self._load(place))
 
     def has_checkpoint(self, path: StrPath) -> bool:
         """Whether rank 0 sees a checkpoint at ``path``. All ranks make this call."""
-        return find_checkpoint(self._world, self._text_of(path)) is not None
+        return find_checkpoint(self._world, _text_of(self._world, path)) is not None
 
     def full_state_dict(self) -> dict[str, Any]:
         """The state of the whole model on every rank: CPU tensors by the model's own names, with rank 0's buffers.
@@ -583,7 +610,7 @@ class TrainingState(ABC):
     def _load(self, path: Path) -> None:
         """Check the contents, then read model, optimizer and ``step_count``. Called on all ranks."""
         model = self._model_state()
-        self._check_contents(read_manifest(path)["contents"], model)
+        check_contents(read_manifest(path)["contents"], self._contents(model), self._saves_flat)
         state = read_state(path, model, device_of(self.model), is_sharded=self._is_sharded)
         self._load_model({**model, **state["model"]})
         self._load_optimizer(in_groups({"state": {}, **state["optimizer"]}, self._group_names()))
@@ -592,7 +619,7 @@ class TrainingState(ABC):
         self.step_count = state["step"]
 
     def _contents(self, state: Mapping[str, object]) -> dict[str, Any]:
-        """What a checkpoint holds: the part of it that :meth:`_check_contents` compares. JSON-serializable.
+        """What a checkpoint holds: the part of it that a load compares. JSON-serializable.
 
         Args:
             state: what :meth:`_model_state` returned.
@@ -600,18 +627,6 @@ class TrainingState(ABC):
         groups, names = self._group_names(), self._names
         frozen = {name for _, x, _ in self._trained if not x.requires_grad for name in names[id(x)]}
         return describe_contents(state, self._optimizer_class, groups, sorted(frozen))
-
-    def _check_contents(self, saved: Mapping[str, Any], state: Mapping[str, object]) -> None:
-        """Check that a checkpoint is one of this model and optimizer. ``_load`` calls it before it changes anything.
-
-        Args:
-            saved: what :meth:`_contents` returned for the checkpoint.
-            state: what :meth:`_model_state` returns.
-
-        Raises:
-            ValueError: it is one of another model or optimizer, with the names of what differs.
-        """
-        check_contents(saved, self._contents(state), self._saves_flat)
 
     def _group_names(self) -> Groups:
         """The model's own names of the parameters in each parameter group of the optimizer."""
@@ -650,39 +665,11 @@ class TrainingState(ABC):
         """The class of the optimizer that ``make_optimizer`` returned. The framework may have wrapped the optimizer."""
         return type(self.optimizer)
 
-    def _read(self, path: StrPath, read: Callable[[], Any]) -> Any:
-        """Let every rank read; if one cannot, all raise."""
-
-        def read_here() -> Any:
-            try:
-                return read()
-            except (RingMismatchError, RingPeerError):
-                raise
-            except Exception as error:  # the class depends on the framework and on the damage
-                if is_not_caused_by_content(error):
-                    raise
-                raise ValueError(
-                    f"path = {os.fspath(path)!r}: not a whole checkpoint of this model; give one that save() wrote. "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-
-        return do_on_all(self._world, f"loading {os.fspath(path)!r}", read_here, ValueError)
-
     def _agree(
         self, name: str, fields: Mapping[str, object], values: Mapping[str, object] = NOTHING, **how: bool
     ) -> None:
         """Compare a call with the other ranks (:meth:`Events.agree`)."""
         self._events.agree(name, {"backward calls": self._backward_calls, **fields}, values, **how)
-
-    def _agree_on_path(self, name: str, path: StrPath) -> None:
-        self._agree(name, {"path": self._text_of(path)})
-
-    def _text_of(self, path: StrPath) -> str:
-        with self._world.report_refusals():
-            text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
-            if not isinstance(text, str):
-                raise TypeError(f"path = {path!r}: expected a str or an os.PathLike; give that of a checkpoint.")
-        return text
 
     def _broadcast_buffers(self, name: str) -> None:
         """Give all ranks rank 0's persistent buffers: each rank has updated its own from different tokens."""
