@@ -2,7 +2,7 @@
 
 The examples of a page share one namespace. A program is a block whose first line has its name and its command. The test
 runs it in a temporary folder. ``sphinx-build -W`` checks links, anchors and names of the API
-(``tox run -e docs``).
+(``tox run -e docs``, which ``tox run -e all`` includes).
 """
 
 from __future__ import annotations

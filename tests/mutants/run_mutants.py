@@ -3,8 +3,8 @@
 ``python tests/mutants/run_mutants.py --jobs 2`` needs an environment with all frameworks, such as
 ``.tox/quick``, and Python 3.11 or newer. It works on copies of the checkout. ``mutants.toml`` lists faults of the
 package, and ``adapter_mutants.toml`` faults of an adapter of another distribution. The tests that a list names for a
-fault run as in ``tox run -m test``, and if they pass, as in ``tox run -e rest``, until one fails. The run ends with a
-table by room.
+fault run as in ``tox run -m test``, and if they pass, those that only ``tox run -e all`` runs, until one fails. The run
+ends with a table by room.
 """
 
 from __future__ import annotations
