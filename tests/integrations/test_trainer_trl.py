@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from ring_backends.integrations.trainer import attach
+from ring_backends.testing.rings import LAYOUTS
 from ring_backends.testing.world import World
 
 pytestmark = pytest.mark.matrix(reason="only the environments of the matrix have TRL")
@@ -110,16 +111,6 @@ CASES = {
 }
 
 
-OTHER_CASES = {
-    kind: Case(kind=kind, config=PACKED) for kind in ("gemma2", *sorted(cases.OTHERS.keys() - {"llama4_text"}))
-}
-OTHER_CASES["gpt_oss"] = Case(kind="gpt_oss")
-"""Models whose layers are tested by themselves, too.
-
-TRL's head does not run Llama 4. Without FlashAttention, gpt-oss lets packed documents see each other on one process.
-"""
-
-
 def make_trainer(case: Case, ring_size: int | None, layout: Any = "contiguous", **options: Any) -> Any:
     """A trainer on rings of this size; None is one process without a ring."""
     cases.reset_accelerate()
@@ -150,8 +141,8 @@ def make_trainer(case: Case, ring_size: int | None, layout: Any = "contiguous", 
 
 
 def run(name: str, ring_size: int | None, layout: Any = "contiguous") -> dict[str, Any]:
-    """Train ten steps and evaluate."""
-    case = {**CASES, **OTHER_CASES}[name]
+    """Train and evaluate."""
+    case = CASES[name]
     trainer = make_trainer(case, ring_size, layout)
     trainer.train()
     results = cases.measures_of(trainer, "loss", "grad_norm", *METRICS[case.trainer])
@@ -163,14 +154,11 @@ def run(name: str, ring_size: int | None, layout: Any = "contiguous") -> dict[st
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks(two: World, name: str) -> None:
-    expected = run(name, None)
-    for layout in ("contiguous", "zigzag"):
-        assert_equal(two.run(run, name, 2, layout), expected)
+    assert_equal(two.run(run, name, 2, LAYOUTS[len(name) % 2]), run(name, None))
 
 
-@pytest.mark.parametrize("name", OTHER_CASES)
-def test_three_ranks(three: World, name: str) -> None:
-    assert_equal(three.run(run, name, 3, "zigzag"), run(name, None))
+def test_three_ranks(three: World) -> None:
+    assert_equal(three.run(run, "packing", 3, "zigzag"), run("packing", None))
 
 
 def test_two_by_two(four: World) -> None:
