@@ -14,6 +14,7 @@ from command_line import refused, run, shown
 from test_cost_model import PLAIN, full
 
 from ring_backends.cli.plan import parse_bytes, parse_hosts
+from ring_backends.cost import local_probe
 from ring_backends.cost.hardware import Hardware
 from ring_backends.testing.marks import THOROUGH
 
@@ -107,12 +108,23 @@ def test_a_probe_is_read(tmp_path: Path) -> None:
     assert "holds no constants" in refused(f"plan {arguments} --probe", file)
 
 
-@pytest.mark.matrix(reason="probes the machine twice")
-def test_plan_reads_the_probes_of_info(tmp_path: Path) -> None:
+@pytest.mark.matrix(reason="probes the machine")
+def test_plan_reads_or_takes_the_probes_of_info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "info.json"
-    assert "Constants for plan" in shown("info --probe --dtype fp32 --json", file)
-    probe = json.loads(file.read_text())["probe"]
+    text = shown("info --probe --dtype fp32 --json", file)
+    for title in ("Versions", "Devices", "Adapters", "Kernels", "Which dtype", "How a hop travels", "Two local ranks"):
+        assert title in text
+    assert "NCCL" in text.partition("How a hop travels")[2].partition("Two local ranks")[0]
+    assert "Constants for plan" in text
+    written = json.loads(file.read_text())
+    assert written["adapters"]["native"] is None
+    assert written["kernels"]["math"]["unusable"] is None
+    assert written["nccl"]["release"] is None or written["nccl"]["settings"]
+    assert written["devices"][0] | {"name": ""} == {"device": "cpu", "name": "", "dtype": "float32"}
+    probe = written["probe"]
     hardware = Hardware.of(probe["hardware"])
+    assert 0 < hardware.latency_seconds < 10
+    assert hardware.bytes_per_second > 1e6
     assert (probe["ranks"], probe["dtype"], probe["head_dim"], probe["kernel"]) == (2, "float32", 64, "aten_cpu_flash")
     assert hardware.memory_bytes > 2**20
     assert hardware.tile_seconds == 0
@@ -123,14 +135,12 @@ def test_plan_reads_the_probes_of_info(tmp_path: Path) -> None:
             assert 0 <= row_keys < 1e5
     found, _ = planned(tmp_path, "--seq-len 4096 --ring-size 2 --dtype fp32 --probe", file)
     assert Hardware.of(found["hardware"]) == hardware
-
-
-@pytest.mark.matrix(reason="probes the machine")
-def test_without_constants_the_command_measures_them(tmp_path: Path) -> None:
+    measured: list[Any] = []
+    monkeypatch.setattr(local_probe, "measure", lambda *args: measured.append(args) or probe)
     found, text = planned(tmp_path, "--seq-len 4096 --ring-size 512 --dtype fp32")
     assert "Constants measured just now: 2 ranks at once, gloo" in text
-    assert found["probe"]["ranks"] == 2
-    assert found["memory_bytes_per_rank"] == found["hardware"]["memory_bytes"]
+    assert measured == [(2, "float32", "auto", 64)]
+    assert (found["probe"], found["memory_bytes_per_rank"]) == (probe, hardware.memory_bytes)
 
 
 @pytest.mark.parametrize(

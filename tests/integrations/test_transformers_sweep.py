@@ -17,7 +17,7 @@ from transformers_sweep import COMMAND, counts, section, sections_of, sweep_mode
 from ring_backends.testing.world import World
 
 PAGE = ROOT / "docs" / "hugging-face-models.md"
-PARTS: dict[Kind, int] = {"causal": 4, "masked": 1, "token": 2, "sequence": 2, "base": 4}
+PARTS: dict[Kind, int] = {"causal": 8, "masked": 2, "token": 2, "sequence": 2, "base": 4}
 """The number of tests per kind, which pytest-xdist distributes."""
 
 LEAST_EQUAL = 0.3
