@@ -38,25 +38,19 @@ class _BlockPair(NamedTuple):
     band: Band | None
 
 
-def forward(tile: TileInputs, block: int | None = None) -> tuple[Tensor, Tensor]:
-    """As :meth:`~ring_backends.kernels.base.Kernel.forward`, also with ``tile.rule``.
-
-    Args:
-        block: number of rows and keys at a time; None chooses it so that a block has about ``BLOCK_PAIRS`` pairs.
-    """
+def forward(tile: TileInputs) -> tuple[Tensor, Tensor]:
+    """As :meth:`~ring_backends.kernels.base.Kernel.forward`, also with ``tile.rule``."""
     query, value = tile.query, tile.value
     is_finite = _is_finite(value)
     out = query.new_empty(*query.shape[:3], value.shape[3])
     lse = query.new_empty(query.shape[:-1], dtype=statistics_dtype(query.dtype))
     with without_autocast(query.device):
-        for rows, pairs in _row_blocks(tile, block):
+        for rows, pairs in _row_blocks(tile):
             out[:, :, rows], lse[:, :, rows] = _forward_rows(tile, rows, pairs, is_finite=is_finite)
     return out, lse
 
 
-def backward(
-    tile: TileInputs, grad_out: Tensor, out: Tensor, lse: Tensor, block: int | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(tile: TileInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As :meth:`~ring_backends.kernels.base.Kernel.backward`, also with ``tile.rule``.
 
     Gradients are in the statistics dtype.
@@ -68,7 +62,7 @@ def backward(
     grad_key = torch.zeros_like(key, dtype=stats)
     grad_value = torch.zeros_like(value, dtype=stats)
     with without_autocast(query.device):
-        for rows, pairs in _row_blocks(tile, block):
+        for rows, pairs in _row_blocks(tile):
             grad_query[:, :, rows] = _backward_rows(
                 tile, grad_out, out, lse, rows, pairs, grad_key, grad_value, is_finite=is_finite
             )
@@ -78,11 +72,11 @@ def backward(
     return grad_query, grad_key, grad_value
 
 
-def _row_blocks(tile: TileInputs, size: int | None) -> Iterator[tuple[slice, list[_BlockPair]]]:
+def _row_blocks(tile: TileInputs) -> Iterator[tuple[slice, list[_BlockPair]]]:
     """For each block of rows that sees a key, the blocks of keys that it sees."""
     (batch, num_heads, seq_q, _), seq_k = tile.query.shape, tile.key.shape[2]
     band = CAUSAL if tile.is_causal else tile.band
-    size = size or block_size(batch * num_heads)
+    size = block_size(batch * num_heads)
     for first_row in range(0, seq_q, size):
         queries = range(first_row, min(first_row + size, seq_q))
         seen = trimmed(queries, range(seq_k), band)
@@ -96,7 +90,10 @@ def _row_blocks(tile: TileInputs, size: int | None) -> Iterator[tuple[slice, lis
 
 
 def block_size(num_heads: int) -> int:
-    """How many rows and keys to compute at a time in ``num_heads`` heads, of all sequences of the batch."""
+    """How many rows and keys to compute at a time in ``num_heads`` heads, of all sequences of the batch.
+
+    A block has about ``BLOCK_PAIRS`` pairs.
+    """
     size = math.isqrt(BLOCK_PAIRS // num_heads)
     return min(max(size // 64 * 64, 64), 1024)
 

@@ -11,11 +11,7 @@ from ring_backends.kernels.tile import TileInputs
 
 
 class MathKernel(PerTileKernel):
-    """Attention from matrix products of torch (:mod:`ring_backends.kernels.blockwise`).
-
-    Args:
-        block: number of rows and keys at a time; None chooses it by the number of heads.
-    """
+    """Attention from matrix products of torch (:mod:`ring_backends.kernels.blockwise`)."""
 
     name = "math"
     device_types = None
@@ -25,11 +21,8 @@ class MathKernel(PerTileKernel):
     takes_value_dim = True
     takes_bands = True
 
-    def __init__(self, block: int | None = None) -> None:
-        self.block = block
-
     def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
-        return blockwise.forward(tile, self.block)
+        return blockwise.forward(tile)
 
     def backward(self, tile: TileInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return blockwise.backward(tile, grad_out, out, lse, self.block)
+        return blockwise.backward(tile, grad_out, out, lse)

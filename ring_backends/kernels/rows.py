@@ -174,7 +174,7 @@ def row_view(tensor: Tensor, rows: DilatedRows, max_bytes: int | None = None) ->
         return None
     if max_bytes is not None and whole.numel * tensor.itemsize > max_bytes and whole.has_gaps:
         return None
-    return tensor.as_strided(whole.size, whole.stride, tensor.storage_offset() + whole.offset)
+    return whole.of(tensor)
 
 
 def gather_many(parts: Sequence[Rows]) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ring_backends.kernels import Kernel, KernelInputs, TileInputs, kernels
+from ring_backends.kernels import Kernel, KernelInputs, TileInputs, blockwise, kernels
 from ring_backends.kernels.aten_cpu import AtenCpuFlashKernel
 from ring_backends.kernels.aten_cuda import AtenCudaEfficientKernel, AtenCudaFlashKernel
 from ring_backends.kernels.aten_cudnn import AtenCudaCudnnKernel
@@ -25,7 +26,23 @@ from ring_backends.kernels.per_tile import backward_tile, forward_tile
 from ring_backends.schedule.bands import CAUSAL, Band, trimmed
 from ring_backends.testing.calls import difference, largest
 
-CPU_KERNELS = [AtenCpuFlashKernel(), MathKernel(), MathKernel(block=4)]
+
+class MathInBlocks(MathKernel):
+    """The math kernel with so many rows and keys at a time."""
+
+    def __init__(self, block: int) -> None:
+        self.block = mock.patch.object(blockwise, "block_size", return_value=block)
+
+    def forward(self, *given: Any) -> tuple[Tensor, Tensor]:
+        with self.block:
+            return super().forward(*given)
+
+    def backward(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        with self.block:
+            return super().backward(*given)
+
+
+CPU_KERNELS = [AtenCpuFlashKernel(), MathKernel(), MathInBlocks(4)]
 CUDA_KERNELS = [AtenCudaFlashKernel(), AtenCudaEfficientKernel(), AtenCudaCudnnKernel()]
 PRECISIONS = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -55,8 +72,8 @@ class CountOperators(TorchDispatchMode):
 
 
 def kernel_id(value: object) -> str | None:
-    if isinstance(value, MathKernel):
-        return f"math-block{value.block}" if value.block else "math"
+    if isinstance(value, MathInBlocks):
+        return "math-blocks"
     return value.name if isinstance(value, Kernel) else None
 
 

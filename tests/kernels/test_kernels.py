@@ -156,7 +156,7 @@ def test_math_needs_memory_linear_in_the_sequence(is_causal: bool) -> None:
     for seq in (512, 1024):
         query, key = torch.randn(1, 2, seq, 8), torch.randn(1, 1, seq, 8)
         with tiles.CountOperators() as launched:
-            tiles.run_tile(MathKernel(block=64), (query, key, key, query), is_causal=is_causal, scale=0.3)
+            tiles.run_tile(tiles.MathInBlocks(64), (query, key, key, query), is_causal=is_causal, scale=0.3)
         largest_of[seq] = max(shape.numel() for _, shape in launched.results)
     # Two query heads share one key head. The inputs are the largest tensors, because the scores of a block are smaller.
     assert largest_of == {512: 2 * 512 * 8, 1024: 2 * 1024 * 8}
