@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from ring_backends.cli import options
 from ring_backends.cli.options import BranchOptions, check_kv_heads, files, ranks
 from ring_backends.cli.output import describe_branches, wide_console, write_json
-from ring_backends.comparison.compare import TENSORS, Setup, compare
+from ring_backends.comparison.compare import compare
+from ring_backends.comparison.setup import TENSORS, Setup
 from ring_backends.plotting import draw_comparison
 
 if TYPE_CHECKING:

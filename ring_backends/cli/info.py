@@ -35,8 +35,7 @@ class InfoOptions(Options):
     probe: bool = option(
         False,
         help="Also start local ranks, and measure the latency and bandwidth of hops and the FLOP/s of tiles. "
-        "`ring-backends plan --probe FILE` reads the file that --json writes. With a GPU, also time its kernels. "
-        "If RING_BACKENDS_PROBE names the file, kernel='auto' prefers the fastest.",
+        "`ring-backends plan --probe FILE` reads the file that --json writes.",
     )
     nproc_per_node: int = option(2, min=2, help="Ranks to measure on.")
     dtype: options.Dtype = option("auto", help="Dtype of the measurement. auto: recommended for the device.")
@@ -49,23 +48,9 @@ def run(chosen: InfoOptions) -> None:
     found = collect()
     if chosen.probe:
         found["probe"] = local_probe.measure(chosen.nproc_per_node, chosen.dtype, chosen.device)
-        kernel_times = _kernel_times(chosen.device)
-        if kernel_times is not None:
-            found["kernel_times"] = kernel_times
     _show(found)
     if chosen.json is not None:
         write_json(chosen.json, found)
-
-
-def _kernel_times(device: str) -> dict[str, Any] | None:
-    """Time the kernels of the current GPU. None without a GPU, or if the user asks for the CPU."""
-    import torch
-
-    from ring_backends.comparison.kernel_probe import measure_kernels
-
-    if device == "cpu" or not torch.cuda.is_available():
-        return None
-    return measure_kernels(torch.device("cuda", torch.cuda.current_device()))
 
 
 def choices(device_name: str) -> list[dict[str, str]]:
@@ -161,16 +146,6 @@ def _show(found: dict[str, Any]) -> None:
             f"{probe['kernel']}"
         )
         print_table(title, ("constant", "measured"), _constants(probe))
-    if "kernel_times" in found:
-        columns = ("dtype", "head dim", "rows", "rate", "kernel", "forward", "backward")
-        times = (
-            (
-                *(time["dtype"], time["head_dim"], f"{time['rows']:,}", time["rate"], time["kernel"]),
-                *(f"{time[f'{direction}_seconds'] * 1e3:.3f} ms" for direction in ("forward", "backward")),
-            )
-            for time in found["kernel_times"]["times"]
-        )
-        print_table(f"Kernels with their copies and merges, {found['kernel_times']['device']}", columns, times)
 
 
 def _show_nccl(nccl: dict[str, Any]) -> None:

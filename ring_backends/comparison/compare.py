@@ -10,50 +10,11 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+from ring_backends.comparison.setup import ALL_GATHER, ONE_RANK, TENSORS, Setup
 from ring_backends.ring.launch import Failure, RankFailedError, launch, refuse_launcher
-from ring_backends.schedule.pattern import DilatedPattern
-
-if TYPE_CHECKING:
-    from ring_backends.schedule.layout import LayoutKind
-
-ALL_GATHER = "all-gather"
-ONE_RANK = "one rank"
-TENSORS = ("out", "dq", "dk", "dv")
-
-
-@dataclass(frozen=True)
-class Setup:
-    """One attention call with batch 1, and how to measure it.
-
-    Attributes:
-        seq_len: length of the global sequence.
-        ring_size: ranks of the ring, all on this machine.
-        pattern: the dilated pattern, with head mode "all", offset "mod" and masked padding.
-        num_heads, num_kv_heads, head_dim: sizes of the inputs.
-        dtype: ``"auto"``, ``"fp32"``, ``"bf16"``, ``"fp16"`` or ``"fp64"``.
-        layout: ``"contiguous"`` or ``"zigzag"``.
-        is_causal: whether a query sees only keys up to its position.
-        repeats: number of timed calls. The first call, which measures the memory, is not timed.
-        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
-        timeline: whether to record when each rank computes and waits, in one more call.
-    """
-
-    seq_len: int
-    ring_size: int
-    pattern: DilatedPattern
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str
-    layout: LayoutKind
-    is_causal: bool
-    repeats: int
-    device: str
-    timeline: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,7 +73,9 @@ def compare(setup: Setup, on_method: Callable[[str], None] = lambda name: None) 
 
 def _on_rank(function: str, *arguments: Any) -> dict[str, Any]:
     """Call a function of :mod:`ring_backends.comparison.rank`, which imports torch, in a rank."""
-    return cast(dict[str, Any], getattr(import_module("ring_backends.comparison.rank"), function)(*arguments))
+    from ring_backends.comparison import rank
+
+    return cast(dict[str, Any], getattr(rank, function)(*arguments))
 
 
 def _summarize(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ring_backends.attention import dilated_attention
 from ring_backends.comparison.all_gather import AllGatherExecutor, all_gather_attention
-from ring_backends.comparison.compare import ALL_GATHER, ONE_RANK, TENSORS, Setup
 from ring_backends.comparison.exact import exact_attention
+from ring_backends.comparison.setup import ALL_GATHER, ONE_RANK, TENSORS, Setup
 from ring_backends.cost.machine import (
     device_name,
     peak_memory_bytes,

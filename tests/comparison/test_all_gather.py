@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ring_backends.comparison import exact
 from ring_backends.comparison.all_gather import AllGatherExecutor, all_gather_attention
-from ring_backends.comparison.compare import TENSORS
+from ring_backends.comparison.setup import TENSORS
 from ring_backends.engine.call import AttentionInputs
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.pattern import DilatedPattern

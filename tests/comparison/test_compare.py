@@ -17,8 +17,8 @@ from torch import Tensor
 from ring_backends import available_adapters, plotting
 from ring_backends.adapters import native
 from ring_backends.comparison import compare
-from ring_backends.comparison.compare import TENSORS
 from ring_backends.comparison.rank import Span, local_inputs, record_spans
+from ring_backends.comparison.setup import TENSORS
 from ring_backends.ring.launch import Failure, RankFailedError
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import LayoutKind, SequenceLayout
