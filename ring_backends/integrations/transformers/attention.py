@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,6 +17,7 @@ from transformers.masking_utils import causal_mask_function
 from ring_backends.adapters import native
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.engine.call import AttentionInputs, autocast, check_tensors
+from ring_backends.integrations.transformers.caches import current_generation
 from ring_backends.integrations.transformers.inputs import leading_padding_of
 from ring_backends.integrations.transformers.layers import (
     ANY_LENGTH,
@@ -29,9 +30,6 @@ from ring_backends.integrations.transformers.layers import (
     with_temperatures,
 )
 from ring_backends.ring.ring import Ring
-
-if TYPE_CHECKING:
-    from ring_backends.integrations.transformers.generation import Generation
 
 _POSITIONS_AFTER_PADDING = {
     *("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "roberta-prelayernorm", "data2vec-text", "xmod"),
@@ -55,9 +53,6 @@ _HOW_TO_CALL = {
     ),
 }
 """What to do if the layers are called without the arguments of a shard, by ``takes_whole_batches``."""
-
-current_generation: ContextVar[Generation | None] = ContextVar("current_generation", default=None)
-"""The call of :func:`~ring_backends.integrations.transformers.generate` whose caches a running call of a model got."""
 
 
 class Registration:

@@ -30,10 +30,10 @@ from ring_backends.integrations.transformers.attention import (
     attention_on,
     check_config,
     check_layerdrop,
-    current_generation,
     first_position_of,
     register_as,
 )
+from ring_backends.integrations.transformers.caches import current_generation
 from ring_backends.integrations.transformers.inputs import (
     IGNORED,
     MARKS,
