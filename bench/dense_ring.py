@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ring_backends import DilatedPattern, Ring
 from ring_backends.ring.members import flat_bytes
-from ring_backends.ring.ring import Ring
-from ring_backends.ring.transfer import Transfer
-from ring_backends.schedule.pattern import DilatedPattern
 
 BLOCK = 512  # rows; the bias of 8 heads is then 8 MiB
 
@@ -139,24 +137,24 @@ class _DenseRing(torch.autograd.Function):
         grad_query = torch.zeros_like(query.transpose(1, 2), dtype=_sum_dtype(query))
         lse = lse.masked_fill(lse == -math.inf, math.inf)  # rows without visible keys then have weights exp(-inf) = 0
         queries, outs, grad_outs = (x.transpose(1, 2) for x in (query, out, grad_out))
-        arriving: _Hop | None = None
+        arriving: Callable[[], Tensor] | None = None
         for step, chunk in enumerate(_chunks(key, value, mask)):
             sums = torch.zeros_like(chunk, dtype=grad_query.dtype)
             for q, k, bias in mask.blocks((ring.rank - step) % ring.size):
                 dq, dk, dv = _backward(
                     grad_outs[:, :, q], queries[:, :, q], *chunk[:, :, :, k], outs[:, :, q], lse[:, :, q],
-                    0.0, False, attn_mask=bias, scale=_scale(query),
+                    0.0, False, attn_mask=bias,
                 )  # fmt: skip
                 grad_query[:, :, q] += dq
                 sums[0, :, :, k] += dk
                 sums[1, :, :, k] += dv
             if arriving is not None:
-                sums += arriving.wait()
+                sums += arriving()
             if ring.size > 1:
                 # The next rank adds to the sums of this chunk. After the last step, the next rank owns the chunk.
-                arriving = _Hop.post(sums, mask, (ring.rank - step - 1) % ring.size, tag=2 * step + 1)
+                arriving = _post(sums, mask, (ring.rank - step - 1) % ring.size, tag=2 * step + 1)
         if arriving is not None:
-            sums = arriving.wait()
+            sums = arriving()
         grad_key, grad_value = (x.transpose(1, 2).to(key.dtype) for x in sums)
         return grad_query.transpose(1, 2).to(query.dtype), grad_key, grad_value, None
 
@@ -167,45 +165,37 @@ def _chunks(key: Tensor, value: Tensor, mask: _Mask) -> Iterator[Tensor]:
     chunk = torch.stack([key, value]).transpose(2, 3).contiguous()
     for step in range(ring.size):
         last = step == ring.size - 1
-        arriving = None if last else _Hop.post(chunk, mask, (ring.rank - step - 1) % ring.size, tag=2 * step)
+        arriving = None if last else _post(chunk, mask, (ring.rank - step - 1) % ring.size, tag=2 * step)
         yield chunk
         if arriving is not None:
-            chunk = arriving.wait()
+            chunk = arriving()
 
 
-@dataclass(frozen=True)
-class _Hop:
-    """A hop: one chunk is sent to the next rank, and one is received from the previous rank."""
+def _post(chunk: Tensor, mask: _Mask, incoming_from: int, tag: int) -> Callable[[], Tensor]:
+    """Send a chunk to the next rank, and return a function that waits for the one of the previous rank.
 
-    transfer: Transfer
-    incoming: Tensor
-    ring: Ring
+    Args:
+        incoming_from: the rank that owns the rows that arrive. They come from the previous rank.
+    """
+    ring = mask.ring
+    kind, batch, heads, _, head_dim = chunk.shape
+    incoming = chunk.new_empty((kind, batch, heads, ring.layout(mask.seq_len).local_len(incoming_from), head_dim))
+    before, after = (ring.rank - 1) % ring.size, (ring.rank + 1) % ring.size
+    transfer = ring.post({after: flat_bytes(chunk)}, {before: flat_bytes(incoming)}, 1 + tag)
+    ring.traffic.messages += 1
+    ring.traffic.bytes += chunk.nbytes
 
-    @classmethod
-    def post(cls, chunk: Tensor, mask: _Mask, incoming_from: int, tag: int) -> _Hop:
-        """Post a hop.
-
-        Args:
-            incoming_from: the rank that owns the rows that arrive. They come from the previous rank.
-        """
-        ring = mask.ring
-        kind, batch, heads, _, head_dim = chunk.shape
-        incoming = chunk.new_empty((kind, batch, heads, ring.layout(mask.seq_len).local_len(incoming_from), head_dim))
-        before, after = (ring.rank - 1) % ring.size, (ring.rank + 1) % ring.size
-        transfer = ring.post({after: flat_bytes(chunk)}, {before: flat_bytes(incoming)}, 1 + tag)
-        ring.traffic.messages += 1
-        ring.traffic.bytes += chunk.nbytes
-        return cls(transfer, incoming, ring)
-
-    def wait(self) -> Tensor:
+    def wait() -> Tensor:
         started = time.perf_counter()
-        self.transfer.wait(self.ring.timeout)
-        self.ring.traffic.wait_seconds += time.perf_counter() - started
-        return self.incoming
+        transfer.wait(ring.timeout)
+        ring.traffic.wait_seconds += time.perf_counter() - started
+        return incoming
+
+    return wait
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    out, lse = _forward(query, key, value, 0.0, False, attn_mask=bias, scale=_scale(query))
+    out, lse = _forward(query, key, value, 0.0, False, attn_mask=bias)
     # For rows without visible keys, the kernel returns the LSE 0.
     masked = (bias.amax(-1) == -math.inf).expand(lse.shape)
     return out.masked_fill(masked.unsqueeze(-1), 0.0), lse.masked_fill(masked, -math.inf)
@@ -217,10 +207,6 @@ def _merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> No
     weight, other_weight = ((x - merged).exp().masked_fill(merged == -math.inf, 0.0) for x in (lse, other_lse))
     out.mul_(weight.unsqueeze(-1)).add_(other_out * other_weight.unsqueeze(-1))
     lse.copy_(merged)
-
-
-def _scale(query: Tensor) -> float:
-    return float(query.shape[-1] ** -0.5)
 
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:

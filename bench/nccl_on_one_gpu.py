@@ -33,17 +33,12 @@ import torch
 import torch.distributed as dist
 import typer
 from nccl_parts import A_MOMENT, PARTS, Cuda, NotRunError, Part, StandIn
-from options import Json
-from rich import box
-from rich.markup import escape
-from rich.table import Table
+from report import Json, Row, table
 
 from ring_backends.cli.output import print_table, wide_console, write_json
 from ring_backends.releases import versions
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-Row = dict[str, Any]
 
 SHARED_GPU = {
     "NCCL_SOCKET_IFNAME": "lo",
@@ -64,6 +59,7 @@ SHARED_GPU = {
 }
 """NCCL's settings for ranks that share a GPU, the same on every rank. The first two are essential."""
 
+COMMANDS = ("compare", "probe")
 AFTER_A_FAILURE = Cuda.timeout + A_MOMENT
 """Seconds in which the other ranks have to answer after one has failed."""
 
@@ -75,29 +71,20 @@ SHOWN = 600
 """The longest text of an error. The last output of a rank without an answer may have three times as many characters."""
 
 
+Parts = Annotated[list[str] | None, typer.Option(metavar="NAME", help="Run this part. May be given several times.")]
+ShareGpu = Annotated[
+    bool | None, typer.Option("--share-gpu/--gpu-per-rank", help="Default: a GPU per rank where there are enough.")
+]
+
+
 @app.command(help=__doc__)
 def main(
-    part: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Run only this part. May be given several times.")
-    ] = None,
+    part: Parts = None,
     show: Annotated[bool, typer.Option("--list", help="Show the parts, and end.")] = False,
     json: Json = None,
-    stand_in: Annotated[
-        bool,
-        typer.Option(
-            "--stand-in", help="Simulate NCCL and the GPU on the CPU, which leaves out the parts that cannot."
-        ),
-    ] = False,
-    share_gpu: Annotated[
-        bool | None,
-        typer.Option(
-            "--share-gpu/--gpu-per-rank", help="Default: a GPU per rank for the parts for which there are enough."
-        ),
-    ] = None,
-    everything: Annotated[
-        bool,
-        typer.Option("--everything", help="Also run `ring-backends compare` and `info --probe` on all GPUs."),
-    ] = False,
+    stand_in: Annotated[bool, typer.Option("--stand-in", help="Simulate NCCL and the GPU, on the CPU.")] = False,
+    share_gpu: ShareGpu = None,
+    everything: Annotated[bool, typer.Option("--everything", help="Also run `compare` and `info --probe`.")] = False,
     rank_of: Annotated[str | None, typer.Option(hidden=True)] = None,
     report: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -127,29 +114,23 @@ def main(
     if everything:
         found |= run_commands(max(2, num_gpus), stand_in)
         save(json, found)
-    show_table(found)
-    if any(row["passed"] is False for row in found["parts"]) or any(
-        "error" in found.get(name, {}) for name in ("compare", "probe")
-    ):
+    show_results(found)
+    if any(row["passed"] is False for row in found["parts"]) or any("error" in found.get(x, {}) for x in COMMANDS):
         raise typer.Exit(1)
 
 
 def releases(stand_in: bool) -> Row:
     """The releases and devices that the results depend on. None: there is none here."""
     installed, driver = versions(), Path("/proc/driver/nvidia/version")
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "torch": installed["torch"],
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None,
         "cuda": installed["cuda"],
         "driver": next(iter(re.findall(r"\s(\d+(?:\.\d+)+)\s", driver.read_text())), None) if driver.exists() else None,
-        "device": "stand-in" if stand_in else ", ".join(sorted(device_names())),
+        "device": "stand-in" if stand_in else ", ".join(sorted({f"{names.count(name)} × {name}" for name in names})),
         "ring_backends": installed["ring_backends"],
     }
-
-
-def device_names() -> set[str]:
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {f"{names.count(name)} × {name}" for name in names}
 
 
 def run_part(name: str, part: Part, ranks: int, stand_in: bool, shares: bool) -> Row:
@@ -168,20 +149,16 @@ def run_part(name: str, part: Part, ranks: int, stand_in: bool, shares: bool) ->
     row["transport"] = "stand-in" if stand_in else ", ".join(sorted(set(TRANSPORT.findall(logs)))) or None
     results = {answer["passed"] for answer in answers.values()}
     row["passed"] = False if False in results else None if None in results else True
-    row["saw"] = merged({rank: answer["saw"] for rank, answer in answers.items()})
+    texts = {rank: answer["saw"] for rank, answer in sorted(answers.items())}
+    row["saw"] = "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
+    if len(set(texts.values())) == 1:
+        row["saw"] = next(iter(texts.values()))
     if name == "communicator" and row["passed"] and not stand_in:
         if shares and row["transport"] != "NET/Socket":
             row |= {"passed": False, "saw": f"NCCL's log names {row['transport']}, not NET/Socket; {row['saw']}"}
         if row["transport"] is None:
             row |= {"passed": False, "saw": f"NCCL's log names no transport; {row['saw']}"}
     return row
-
-
-def merged(texts: dict[int, str]) -> str:
-    """The texts of all ranks; one text if all are equal."""
-    if len(set(texts.values())) == 1:
-        return next(iter(texts.values()))
-    return "; ".join(f"rank {rank}: {text}" for rank, text in sorted(texts.items()))
 
 
 def ask_ranks(name: str, part: Part, ranks: int, stand_in: bool, shares: bool, folder: Path) -> dict[int, Row]:
@@ -273,16 +250,13 @@ def wait_for_answers(
 
 
 def answer_of(rank: int, process: subprocess.Popen[bytes], limit: float, folder: Path) -> Row:
-    file = folder / f"{rank}.json"
+    file, status = folder / f"{rank}.json", process.poll()
     if file.exists():
         answer: Row = json.loads(file.read_text())
         return answer
-    status = process.poll()
-    saw = (
-        f"no answer within {limit:g} s, or {AFTER_A_FAILURE:g} s after another rank has failed"
-        if status in (None, -signal.SIGUSR1)
-        else f"the process ended with status {status}"
-    )
+    saw = f"the process ended with status {status}"
+    if status in (None, -signal.SIGUSR1):
+        saw = f"no answer within {limit:g} s, or {AFTER_A_FAILURE:g} s after another rank has failed"
     return {"passed": False, "saw": f"{saw}; its last output:\n{last_lines(rank, folder)[-3 * SHOWN :]}"}
 
 
@@ -331,17 +305,12 @@ def run_commands(ranks: int, stand_in: bool) -> Row:
         with TemporaryDirectory() as folder:
             file = Path(folder) / "found.json"
             options = ["--nproc-per-node", str(ranks), "--json", str(file)]
+            words = [sys.executable, "-m", "ring_backends", *command, *options]
             try:
-                done = subprocess.run(
-                    [sys.executable, "-m", "ring_backends", *command, *options],
-                    capture_output=True,
-                    text=True,
-                    timeout=600,
-                )
-                is_done, error = file.exists(), done.stderr[-SHOWN:]
+                error = subprocess.run(words, capture_output=True, text=True, timeout=600).stderr[-SHOWN:]
             except subprocess.TimeoutExpired:
-                is_done, error = False, "not done within 600 s"
-            found[name] = json.loads(file.read_text()) if is_done else {"error": error}
+                error = "not done within 600 s"
+            found[name] = json.loads(file.read_text()) if file.exists() else {"error": error}
     return found
 
 
@@ -358,21 +327,16 @@ def without_names(value: Any) -> Any:
         return [without_names(part) for part in value]
     if not isinstance(value, str):
         return value
-    for name, shown in private_names().items():
-        value = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", shown, value)
-    value = re.sub(r"([\"'])~?/[^\"'\n]*/", r"\1", value)  # folders in quotes, with spaces or without
-    value = re.sub(r"(?<![\w.:/])~?/(?:[^\s/'\":,;()]+/)+", "", value)
-    value = IPV6.sub("ADDRESS", value)
-    return re.sub(r"\b(?!127\.0\.0\.1\b)\d{1,3}(?:\.\d{1,3}){3}\b", "ADDRESS", value)
-
-
-def private_names() -> dict[str, str]:
-    """The names of this machine and its user, longest first, and what stands for them."""
     host = socket.gethostname()
     names = {str(Path.home()): "~", str(Path.cwd()): ".", host: "HOST", host.partition(".")[0]: "HOST"}
     with contextlib.suppress(KeyError, OSError):  # a user without a name
         names[getpass.getuser()] = "USER"
-    return {name: names[name] for name in sorted(names, key=len, reverse=True) if name}
+    for name in sorted(filter(None, names), key=len, reverse=True):
+        value = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", names[name], value)
+    value = re.sub(r"([\"'])~?/[^\"'\n]*/", r"\1", value)  # folders in quotes, with spaces or without
+    value = re.sub(r"(?<![\w.:/])~?/(?:[^\s/'\":,;()]+/)+", "", value)
+    value = IPV6.sub("ADDRESS", value)
+    return re.sub(r"\b(?!127\.0\.0\.1\b)\d{1,3}(?:\.\d{1,3}){3}\b", "ADDRESS", value)
 
 
 def shown_result(row: Row) -> str:
@@ -384,18 +348,12 @@ def first_line(row: Row) -> str:
     return str(row["saw"]).partition("\n")[0]
 
 
-def show_table(found: Row) -> None:
+def show_results(found: Row) -> None:
     named = ("torch", "nccl", "cuda", "driver", "device", "ring_backends")
-    title = ", ".join(f"{name} {found[name]}" for name in named if found[name])
-    table = Table(title=escape(title), title_justify="left", box=box.SIMPLE, pad_edge=False)
-    for column in ("part", "ranks", "passed", "seconds", "transport"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("what it saw", overflow="fold")
-    for row in found["parts"]:
-        cells = row["name"], row["ranks"], shown_result(row), row["seconds"], row["transport"] or "-", first_line(row)
-        table.add_row(*(escape(str(cell)) for cell in cells))
-    wide_console().print(table)
-    for name in ("compare", "probe"):
+    print(", ".join(f"{name} {found[name]}" for name in named if found[name]))
+    shown = [row | {"passed": shown_result(row), "saw": first_line(row)} for row in found["parts"]]
+    wide_console().print(table(shown))
+    for name in COMMANDS:
         if name in found:
             print(f"{name}: {found[name].get('error', 'done')}")
 

@@ -39,7 +39,6 @@ from ring_backends.testing.training_runs import (
     CASE,
     IGNORED,
     Recipe,
-    State,
     batches,
     check_moves,
     loss_sum,
@@ -375,7 +374,12 @@ def train(gpu: Gpu, adapter: str, **options: Any) -> str:
         states.append(state.full_state_dict())
     wanted = train_alone(TWO_OF_TWO, layout, recipe)
     check_moves(states, wanted, 1e-4, adapter)
-    torch.testing.assert_close(losses, losses_alone(layout, recipe, wanted), rtol=1e-5, atol=0)
+    alone = make_model("blocks", lambda: DenseAttention(CASE), recipe.dtype, recipe.seed)
+    for step in range(recipe.steps):
+        alone.load_state_dict(wanted[step])
+        tokens, labels = batch(layout, step)
+        total = loss_sum(alone(tokens, torch.arange(CASE.seq_len), CASE.seq_len), labels)
+        torch.testing.assert_close(losses[step], float(total / (labels != IGNORED).sum()), rtol=1e-5, atol=0)
     return f"losses {', '.join(f'{loss:.4f}' for loss in losses)}, as on one rank"
 
 
@@ -383,17 +387,6 @@ def batch(layout: LayoutKind, step: int) -> tuple[Tensor, Tensor]:
     """The tokens and labels of a step, [batch, seq]."""
     ((tokens, labels),) = batches(TWO_OF_TWO, layout, step, 1)
     return tokens[0], labels[0]
-
-
-def losses_alone(layout: LayoutKind, recipe: Recipe, states: list[State]) -> list[float]:
-    """The loss before each step of a training in one process with these states."""
-    losses, model = [], make_model(recipe.model, lambda: DenseAttention(CASE), recipe.dtype, recipe.seed)
-    for step, state in enumerate(states[: recipe.steps]):
-        model.load_state_dict(state)
-        tokens, labels = batch(layout, step)
-        total = loss_sum(model(tokens, torch.arange(CASE.seq_len), CASE.seq_len), labels)
-        losses.append(float(total / (labels != IGNORED).sum()))
-    return losses
 
 
 def cuda_graph(gpu: Gpu) -> str:
@@ -448,6 +441,13 @@ def host_ahead(gpu: Gpu) -> str:
     return f"peak {ahead / 2**20:.1f} MiB ahead, {waiting / 2**20:.1f} MiB with waits: {ahead / waiting:.2f} times"
 
 
+def training(
+    adapter: str, about: str, seconds: float = 60, package: str | None = None, needs_gpu: bool = False, **options: Any
+) -> Part:
+    run, about = partial(train, adapter=adapter, **options), f"two steps of {about}, against one rank"
+    return Part(run, (2,), seconds, about, package=package, needs_gpu=needs_gpu)
+
+
 PARTS: dict[str, Part] = {
     "communicator": Part(communicator, (2, 4), 90, "50 hops of checked numbers each way around the ring"),
     "random-calls": Part(
@@ -466,41 +466,14 @@ PARTS: dict[str, Part] = {
     "stopped-at-first-contact": Part(
         stopped_at_first_contact, (4,), 90, "a rank stops before ranks that are not neighbours connect", lost=ODD_RANK
     ),
-    "ddp": Part(partial(train, adapter="native"), (2,), 60, "two steps of DDP, against one rank"),
-    "fsdp2": Part(
-        partial(train, adapter="fsdp"),
-        (2,),
-        60,
-        "two steps of fully_shard, against one rank",
-        package="numpy",
-        needs_gpu=True,
-    ),
-    "fsdp1": Part(
-        partial(train, adapter="fsdp", strategy="fsdp1"),
-        (2,),
-        60,
-        "two steps of FullyShardedDataParallel, against one rank",
-        package="numpy",
-        needs_gpu=True,
-    ),
+    "ddp": training("native", "DDP"),
+    "fsdp2": training("fsdp", "fully_shard", package="numpy", needs_gpu=True),
+    "fsdp1": training("fsdp", "FullyShardedDataParallel", package="numpy", needs_gpu=True, strategy="fsdp1"),
     **{
-        f"zero{stage}": Part(
-            partial(train, adapter="deepspeed", zero_stage=stage),
-            (2,),
-            90,
-            f"two steps of DeepSpeed's ZeRO {stage}, against one rank",
-            package="deepspeed",
-        )
+        f"zero{stage}": training("deepspeed", f"DeepSpeed's ZeRO {stage}", 90, "deepspeed", zero_stage=stage)
         for stage in (1, 2, 3)
     },
-    "fairscale-fsdp": Part(
-        partial(train, adapter="fairscale", strategy="fsdp"),
-        (2,),
-        60,
-        "two steps of FairScale's FSDP, against one rank",
-        package="fairscale",
-        needs_gpu=True,
-    ),
+    "fairscale-fsdp": training("fairscale", "FairScale's FSDP", package="fairscale", needs_gpu=True, strategy="fsdp"),
     "cuda-graph": Part(cuda_graph, (2,), 60, "send and receive, captured in a CUDA graph and replayed", needs_gpu=True),
     "host-ahead": Part(host_ahead, (4,), 60, "memory while the host runs ahead of the GPU (reports, never fails)"),
 }

@@ -1,48 +1,64 @@
-"""Every command of claims.py runs at tiny lengths, and its results have the expected form."""
+"""The commands of claims.py at tiny lengths: their rows have the expected form, and their files can be read again."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import subprocess
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-import attach
-import blocks
-import calls
 import claims
 import pytest
 import slow_link
-from case import DENSE_RING, Case
-from claims import DIRECTIONS, SCORE_MODS
-from setups import ring_setups, setup, window_setup
+import tiny_calls
+import training_steps
+from case import DENSE_RING, ONE_DEVICE, Case
+from clock import in_turns
+from decoding import decoding
+from ranks import DIRECTIONS, Worlds
+from report import Row, compared, read_rows, report, table
 from typer.testing import CliRunner
-from worlds import Worlds
 
-from ring_backends import RingSchedule, SequenceLayout, available_adapters
+from ring_backends import available_adapters
 
 SHRINK = 128  # the segment of 8192 tokens at rate 4 still has 16 rows
 
 
-def check_calls(row: dict[str, Any], repeats: int) -> None:
+def check_calls(rows: list[Row], repeats: int) -> None:
     """Check the times of two contestants. With one or two calls, the median is the mean."""
-    ours, others = row["calls"].values()
-    assert len(ours) == len(others) == repeats
-    assert row["ratio_of_medians"] == pytest.approx(sum(ours) / sum(others))
+    for row in rows:
+        ours, others = row["calls"].values()
+        assert len(ours) == len(others) == repeats
+        assert row["ratio_of_medians"] == pytest.approx(sum(ours) / sum(others))
+
+
+def test_contestants_take_turns() -> None:
+    made: list[str] = []
+
+    def begin(name: str) -> Any:
+        made.append(name)
+        number = len(made)
+        return lambda: float(number)
+
+    found = in_turns([lambda: begin("ours"), lambda: begin("its")], 2, warm_up=1)
+    assert made == ["ours", "its"] * 3
+    assert found == [[3, 5], [4, 6]]
+    row = compared(seconds=found[0], its=found[1])
+    assert (row["seconds"], row["its"]) == (4, 5)
+    assert (row["ratio_of_medians"], row["median_of_ratios"]) == (4 / 5, pytest.approx((3 / 4 + 5 / 6) / 2))
 
 
 def test_overhead(worlds: Worlds) -> None:
-    rows = claims.overhead(worlds, 2, SHRINK)
+    rows = [*claims.overhead(worlds, 2, SHRINK)]
     assert [(row["dtype"], row["direction"]) for row in rows] == [*itertools.product(("fp32", "bf16"), DIRECTIONS)]
-    for row in rows:
-        check_calls(row, 2)
-        ours, bare = row["calls"].values()
-        assert row["median_of_ratios"] == pytest.approx((ours[0] / bare[0] + ours[1] / bare[1]) / 2)
+    check_calls(rows, 2)
 
 
 def test_scaling(worlds: Worlds) -> None:
-    setups = ring_setups(SHRINK, "fp32") | {"window": window_setup(SHRINK, 65536)}
-    rows = claims.speed_ups(worlds, 1, setups)
+    rows = [row for calls in ("dilated", "plain", "window") for row in claims.scaling(worlds, calls, 1, SHRINK)]
     assert [row["tokens"] for row in rows] == [512] * 5
     for row in rows:
         (alone,), (together,), (kernels,), (kernels_twice,) = row["calls"].values()
@@ -50,34 +66,24 @@ def test_scaling(worlds: Worlds) -> None:
         assert row["bare_kernels_speed_up"] == pytest.approx(2 * kernels / kernels_twice)
 
 
-def test_windows(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims.shutil, "which", lambda name: None)  # compiling takes half a minute
-    rows = claims.windows(worlds, 1, SHRINK)
-    assert [row["relative_to"] for row in rows] == [*[claims.SEGMENTS] * 4, *["SDPA with a mask"] * 2]
-    for row in rows:
-        check_calls(row, 1)
-
-
-def test_scores(worlds: Worlds) -> None:
-    rows = claims.scores(worlds, 1, SHRINK)
-    assert [(row["direction"], row["score_mod"]) for row in rows] == [*itertools.product(DIRECTIONS, SCORE_MODS)]
-    for row in rows:
-        check_calls(row, 1)
-
-
-def test_score_memory(worlds: Worlds) -> None:
-    one, two = claims.score_memory(worlds, 32)
-    assert (one["ranks"], two["ranks"]) == (1, 2)
-    assert one["over_1_rank"] == 1
-    assert one["peak_bytes"] > two["peak_bytes"] > 0
+def test_options(worlds: Worlds) -> None:
+    rows = [*claims.options(worlds, 1, SHRINK)]
+    assert len({row["option"] for row in rows}) == 7
+    check_calls(rows, 1)
 
 
 def test_memory(worlds: Worlds) -> None:
-    rows = claims.memory(worlds, SHRINK, "fp32", "1,2")
+    rows = [*claims.memory(worlds, SHRINK, "fp32", "1,2")]
     for row in rows:
         assert len(row["by_rank"]["peak_bytes"]) == row["ranks"]
         assert (row["buffers_share"] > 0) == (row["ranks"] > 1)
     assert rows[0]["over_1_rank"] == 1
+    short, long = claims.million(worlds, 1, 512, 2)
+    assert (short["tokens"], long["tokens"], short["per_token_over_first"]) == (128, 2048, 1)
+    assert long["sent_per_rank_bytes"] >= short["sent_per_rank_bytes"] > 0
+    one, two = claims.score_memory(worlds, 32)
+    assert (one["ranks"], two["ranks"], one["over_1_rank"]) == (1, 2, 1)
+    assert one["peak_bytes"] > two["peak_bytes"] > 0
 
 
 def test_peak_memory_covers_the_call_and_its_inputs() -> None:
@@ -90,85 +96,72 @@ def test_peak_memory_covers_the_call_and_its_inputs() -> None:
     assert case.tensor_bytes < peak < 3 * case.tensor_bytes
 
 
-def test_million(worlds: Worlds) -> None:
-    shrink = 512
-    rows = claims.million(worlds, 1, shrink, 2)
-    assert [row["tokens"] for row in rows] == [128, 2048]
-    for row, rate in zip(rows, (32, 512), strict=True):
-        seq_len = row["tokens"] * shrink
-        case = setup(shrink, seq_len, ((2048, 1), (16384, 8), (seq_len, rate)))
-        schedule = RingSchedule(case.pattern, SequenceLayout(case.seq_len, 2, "zigzag"), 8, 8, True)
-        sizes = {"batch": 1, "head_dim": 64, "itemsize": 2}
-        stated = [sum(schedule.wire_bytes(r, **sizes, backward=b) for b in (False, True)) for r in range(2)]
-        assert row["sent_per_rank_bytes"] == max(stated)
-    assert rows[1]["per_token_over_first"] == pytest.approx(
-        rows[1]["microseconds_per_token"] / rows[0]["microseconds_per_token"]
-    )
+def test_calls_on_ranks_of_their_own() -> None:
+    if available_adapters()["fsdp"] is None:
+        rows = [*training_steps.blocks(2, 16, "fsdp")]
+        assert [row["part"] for row in rows] == ["forward", "step"]
+        check_calls(rows, 2)
+    if find_spec("transformers"):
+        check_calls([*training_steps.attach(2, 32)], 2)
+    (row,) = decoding("300", 1, "fp32", 3)
+    assert row["sdpa_ms_per_token"] > 0
+    assert row["cache_mib_per_rank"] == pytest.approx(2 * 304 * 8 * 64 * 4 / 2**20, rel=0.01)
 
 
-def test_attach() -> None:
-    pytest.importorskip("transformers")
-    (row,) = attach.attach(2, 32)
-    check_calls(row, 2)
-
-
-def test_blocks() -> None:
-    if reason := available_adapters()["fsdp"]:
-        pytest.skip(reason)
-    rows = blocks.blocks(2, 16, "fsdp")
-    assert [row["part"] for row in rows] == ["forward", "step"]
-    for row in rows:
-        check_calls(row, 2)
+def test_tiny_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny_calls, "CALLS_AT_ONCE", 2)
+    rows = [*tiny_calls.tiny_calls(1)]
+    assert [row["relative_to"] for row in rows[:2]] == ["by hand"] * 2
+    assert all(row["median_of_ratios"] > 0 for row in rows)
 
 
 def test_hidden_hops_cleans_up_its_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slow_link, "TIMEOUT", 120.0)
     try:
-        rows = slow_link.hidden_hops("20mbit", 1, SHRINK)
+        rows = [*slow_link.hidden_hops("20mbit", 1, SHRINK)]
     except slow_link.NoNamespacesError as error:
         pytest.skip(str(error))
     left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=30).stdout
     assert f"ring{os.getpid()}-" not in left
     assert [row["hops"] for row in rows] == ["hidden", "synchronous"] * 3
-    for row in rows:
-        assert 0 <= row["waited_share"] < 1
     # A rank sends 0.6 MiB, which takes 0.26 s on this link. Its tiles take a few milliseconds, so it waits in any case.
-    plain = rows[-2:]
-    for row in plain:
-        assert row["waited_share"] > 0.3
+    for row in rows[-2:]:
+        assert 0.3 < row["waited_share"] < 1
         assert row["wire_share"] == pytest.approx(row["sent_per_rank_bytes"] * 8 / 20e6 / row["seconds"])
 
 
-def test_hidden_hops_without_root_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slow_link.shutil, "which", lambda name: f"/sbin/{name}")
-    monkeypatch.setattr(slow_link.os, "geteuid", lambda: 1000)
-    shown = CliRunner().invoke(claims.app, ["hidden-hops"])
-    assert (shown.exit_code, shown.stderr.startswith("hidden-hops: ")) == (1, True)
-    assert "needs root" in shown.stderr
+def test_files_of_a_command_can_be_shown_and_drawn(tmp_path: Path) -> None:
+    file = tmp_path / "table.json"
+    command = ["methods", "--seq-lens", "8192", "--ring-sizes", "2", "--repeats", "1", "--contestants", ONE_DEVICE]
+    done = CliRunner().invoke(claims.app, [*command, "--no-memory", "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    written = json.loads(file.read_text())
+    assert written.keys() == {"claim", "command", "options", "machine", "rows"}
+    (row,) = read_rows(file)
+    assert (row["tokens"], row["contestant"], row["sent_bytes"]) == (8192, ONE_DEVICE, 0)
+    shown = CliRunner().invoke(claims.app, ["show", str(file)])
+    cells = [line.split("|")[1].strip() for line in shown.output.splitlines() if "one dev" in line]
+    assert cells == ["8,192"], shown.output
+    pytest.importorskip("matplotlib")
+    import plot
+
+    plot.main(file)
+    drawn = {path.name: path.read_text() for path in tmp_path.glob("*.svg")}
+    assert set(drawn) == {"by-length-fp32.svg", "by-ring-size-fp32.svg"}
+    assert "<!-- one device -->" in drawn["by-length-fp32.svg"]
 
 
-@pytest.mark.parametrize("rate", ["fast", "10", "1.5mbit"])
-def test_invalid_rates_are_refused(rate: str) -> None:
-    with pytest.raises(ValueError, match=f"rate = '{rate}': write a whole number"):
-        slow_link.bits_per_second(rate)
+def test_rows_are_written_as_they_come(tmp_path: Path) -> None:
+    def stopped() -> Any:
+        yield {"ms": 1.5}
+        raise KeyboardInterrupt
 
-
-def test_too_large_shrink_is_refused() -> None:
-    def shrunk(shrink: int) -> Any:
-        return ring_setups(shrink, "fp32")
-
-    assert shrunk(2048)["dilated"].branches == ((1, 1), (4, 4), (32, 16))
-    with pytest.raises(ValueError, match="shrink = 4096: a segment of 2048"):
-        shrunk(4096)
-
-
-def test_tiny_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "CALLS_AT_ONCE", 2)
-    rows = calls.tiny_calls(1)
-    assert [row["relative_to"] for row in rows[:2]] == ["by hand"] * 2
-    assert all(row["median_of_ratios"] > 0 for row in rows)
-
-
-def test_latency() -> None:
-    forward, backward = calls.latency(0.1, 16384, 1)
-    assert (forward["hops"], backward["hops"]) == ({"spread": 1, "around": 7}, {"spread": 4, "around": 14})
+    file = tmp_path / "rows.json"
+    with pytest.raises(KeyboardInterrupt):
+        report("ring", {}, stopped(), file)
+    assert read_rows(file) == [{"ms": 1.5}]
+    file.write_text("{}")
+    with pytest.raises(ValueError, match="has no rows"):
+        read_rows(file)
+    for file in (Path(__file__).parent / "results").glob("*.json"):
+        assert table(read_rows(file), markup=True).row_count > 0

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import pytest
 import torch
 import typer
 from nccl_parts import PARTS
-from typer.testing import CliRunner
 
 from ring_backends import cli
 from ring_backends.testing.marks import THOROUGH
@@ -32,7 +30,7 @@ from pathlib import Path
 
 sys.path.insert(0, {str(HERE)!r})
 import nccl_on_one_gpu
-from nccl_parts import PARTS, NotRunError, Part
+from nccl_parts import PARTS, Part
 
 
 def fails(gpu):
@@ -41,7 +39,6 @@ def fails(gpu):
 
 
 def hangs(gpu):
-    Path(f"pid-{{os.environ['RANK']}}").write_text(str(os.getpid()))
     time.sleep(1000)
 
 
@@ -51,12 +48,8 @@ def dies(gpu):
     return "alive"
 
 
-def cannot_run(gpu):
-    raise NotRunError("no framework")
-
-
 PARTS.clear()
-for part, seconds in ((fails, 60), (hangs, 8), (dies, 60), (cannot_run, 60)):
+for part, seconds in ((fails, 60), (hangs, 8), (dies, 60)):
     PARTS[part.__name__] = Part(part, (2,), seconds, "")
 PARTS["missing"] = Part(fails, (2,), 9, "", package="no_such_package")
 PARTS["works"] = Part(lambda gpu: "ranks that work", (2,), 60, "")
@@ -64,39 +57,25 @@ nccl_on_one_gpu.app()
 """
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """Variables of a user whose home is in this folder. A program of bench/ imports modules beside it."""
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    return {**inherited, "HOME": str(folder / "home"), "COLUMNS": "200"}
-
-
 def run(folder: Path, *options: str, script: Path = SCRIPT, seconds: float = 280) -> tuple[int, str, dict[str, Any]]:
-    """The exit status, the output and the file of a run with the stand-in."""
+    """The exit status, the output and the file of a run with the stand-in, of a user whose home is in the folder."""
     file = folder / "found.json"
+    # A program of bench/ imports modules beside it.
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     done = subprocess.run(
         [sys.executable, str(script), "--stand-in", "--json", str(file), *options],
         cwd=folder,
-        env=environment(folder),
+        env={**inherited, "HOME": str(folder / "home"), "COLUMNS": "200"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=seconds,
     )
     assert file.exists(), done.stdout
-    check_no_names(file.read_text(), folder)
-    return done.returncode, done.stdout, json.loads(file.read_text())
-
-
-def check_no_names(text: str, folder: Path) -> None:
     for private in (str(folder), str(HERE.parent), str(Path.home()), sys.prefix):
-        assert private not in text
-    assert re.search(rf"\b{re.escape(socket.gethostname())}\b", text) is None
-
-
-def planted(folder: Path) -> Path:
-    script = folder / "planted.py"
-    script.write_text(PLANTED)
-    return script
+        assert private not in file.read_text()
+    assert re.search(rf"\b{re.escape(socket.gethostname())}\b", file.read_text()) is None
+    return done.returncode, done.stdout, json.loads(file.read_text())
 
 
 def test_a_part_with_the_stand_in(tmp_path: Path) -> None:
@@ -106,11 +85,10 @@ def test_a_part_with_the_stand_in(tmp_path: Path) -> None:
     assert row.keys() == {"name", "ranks", "passed", "seconds", "transport", "saw"}
     assert (row["name"], row["ranks"], row["passed"], row["transport"]) == ("other-call", 2, True, "stand-in")
     assert "RingMismatchError after" in row["saw"]
-    assert 0 < row["seconds"] < 280
     assert found["torch"] == torch.__version__
     assert found.keys() == {"parts", "torch", "nccl", "cuda", "driver", "device", "ring_backends", "command"}
     assert found["command"] == [SCRIPT.name, "--stand-in", "--json", "found.json", "--part", "other-call"]
-    assert re.search(r"^ *other-call +2 +passed +\d+\.\d +stand-in +.*RingMismatchError", output, re.MULTILINE), output
+    assert re.search(r"^ *other-call +2 +passed +[\d.]+ +stand-in +.*RingMismatchError", output, re.MULTILINE), output
 
 
 SOME_PARTS = ("stopped", "zero2", "cuda-graph")
@@ -123,24 +101,24 @@ def test_parts_with_the_stand_in(tmp_path: Path, soak: int) -> None:
     names = SOME_PARTS if soak == 1 else tuple(PARTS)
     status, output, found = run(tmp_path, *(f"--part={name}" for name in names), seconds=1400)
     assert status == 0, output
-    expected = {(name, n): None if PARTS[name].needs_gpu else True for name in names for n in PARTS[name].ranks}
+    assert [(row["name"], row["ranks"]) for row in found["parts"]] == [(x, n) for x in names for n in PARTS[x].ranks]
     for row in found["parts"]:
-        if row["saw"].startswith("not run: ") and PARTS[row["name"]].package is not None:
-            expected[row["name"], row["ranks"]] = None  # its framework is not installed here
-    assert {(row["name"], row["ranks"]): row["passed"] for row in found["parts"]} == expected
+        may_not_run = PARTS[row["name"]].needs_gpu or PARTS[row["name"]].package is not None
+        assert row["passed"] or (may_not_run and row["saw"].startswith("not run: ")), row
 
 
 @THOROUGH
 def test_other_parts_run_after_one_that_fails(tmp_path: Path) -> None:
     """The errors of all ranks are shown, and the stacks of ranks that do not answer."""
-    status, output, found = run(tmp_path, script=planted(tmp_path))
+    script = tmp_path / "planted.py"
+    script.write_text(PLANTED)
+    status, output, found = run(tmp_path, script=script)
     assert status == 1, output
     saw = {row["name"]: (row["passed"], row["saw"]) for row in found["parts"]}
     assert saw == {
         "fails": (False, "; ".join(f"rank {rank}: ValueError: rank {rank}: ~ ./x.py HOST ADDRESS" for rank in (0, 1))),
         "hangs": (False, saw["hangs"][1]),
         "dies": (False, saw["dies"][1]),
-        "cannot_run": (None, "not run: no framework"),
         "missing": (None, "not run: no_such_package is not installed"),
         "works": (True, "ranks that work"),
     }
@@ -149,56 +127,18 @@ def test_other_parts_run_after_one_that_fails(tmp_path: Path) -> None:
     assert saw["dies"][1].startswith("rank 0: alive; rank 1: the process ended with status -9")
 
 
-@THOROUGH
-def test_an_interrupt_ends_all_processes(tmp_path: Path) -> None:
-    command = [sys.executable, str(planted(tmp_path)), "--stand-in", "--part", "hangs"]
-    with subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path)) as process:
-        files = [tmp_path / f"pid-{rank}" for rank in range(2)]
-        end = time.monotonic() + 120
-        while not all(file.exists() and file.read_text() for file in files):
-            assert process.poll() is None
-            assert time.monotonic() < end
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) != 0
-    assert not any(Path("/proc", file.read_text()).exists() for file in files)
-
-
 @pytest.mark.parametrize("stand_in", [False, True])
 def test_everything_adds_two_commands(monkeypatch: pytest.MonkeyPatch, stand_in: bool) -> None:
-    """The first command writes its file, and the second fails."""
-
     def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        assert command[:3] == [sys.executable, "-m", "ring_backends"]
-        assert options["timeout"] == 600
         name, *words = command[3:]
         known = {flag for option in commands[name].params for flag in option.opts}
         assert {word for word in words if word.startswith("--")} <= known, command
-        assert words[words.index("--nproc-per-node") + 1] == "4"
-        if name == "compare":
-            Path(words[words.index("--json") + 1]).write_text('{"rows": []}')
-        return subprocess.CompletedProcess(command, 0 if name == "compare" else 1, stderr="no room")
+        return subprocess.CompletedProcess(command, 1, stderr="no room")
 
     commands: Any = typer.main.get_command(cli.app).commands
     monkeypatch.setattr(subprocess, "run", run)
-    assert nccl_on_one_gpu.run_commands(4, stand_in) == {"compare": {"rows": []}, "probe": {"error": "no room"}}
-
-
-@pytest.mark.parametrize(
-    ("options", "text"), [(["--part", "nothing"], "--part nothing: there is no such part"), ([], "torch finds no GPU")]
-)
-def test_what_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch, options: list[str], text: str) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setenv("COLUMNS", "200")
-    shown = CliRunner().invoke(nccl_on_one_gpu.app, options)
-    assert shown.exit_code == 2
-    assert text in shown.output
-
-
-def test_the_parts_are_listed() -> None:
-    shown = CliRunner().invoke(nccl_on_one_gpu.app, ["--list"])
-    assert shown.exit_code == 0
-    assert all(name in shown.output for name in PARTS)
+    found = nccl_on_one_gpu.run_commands(4, stand_in)
+    assert found == {"compare": {"error": "no room"}, "probe": {"error": "no room"}}
 
 
 def test_ranks_on_one_gpu_are_hosts_with_one_gpu_each(tmp_path: Path) -> None:
@@ -209,25 +149,22 @@ def test_ranks_on_one_gpu_are_hosts_with_one_gpu_each(tmp_path: Path) -> None:
     assert {name for name in own if name.startswith("NCCL")} == {"NCCL_DEBUG", "NCCL_DEBUG_FILE"}
 
 
-@pytest.mark.parametrize(
-    ("log", "shares", "transport", "passed"),
-    [
-        ("Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0", True, "NET/Socket", True),
-        ("Channel 00/0 : 0[0] -> 1[0] via SHM/direct/direct", True, "SHM/direct", False),
-        ("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM", False, "P2P/CUMEM", True),
-        ("nothing", False, None, False),
-    ],
-)
-def test_the_transport_is_that_of_the_log(
-    monkeypatch: pytest.MonkeyPatch, log: str, shares: bool, transport: str | None, passed: bool
-) -> None:
-    def ask_ranks(*options: Any) -> dict[int, dict[str, Any]]:
-        (options[-1] / "nccl-0.log").write_text(f"host:7:8 [0] NCCL INFO {log}\n")
+def test_the_transport_is_that_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that was to share a GPU fails if NCCL has not connected its ranks by sockets."""
+
+    def ask_ranks(log: str, *options: Any) -> dict[int, dict[str, Any]]:
+        (options[-1] / "nccl-0.log").write_text(f"host:7:8 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] {log}\n")
         return {0: {"passed": True, "saw": "hops"}}
 
-    monkeypatch.setattr(nccl_on_one_gpu, "ask_ranks", ask_ranks)
-    row = nccl_on_one_gpu.run_part("communicator", PARTS["communicator"], 2, False, shares)
-    assert (row["transport"], row["passed"]) == (transport, passed), row
+    for log, shares, transport, passed in (
+        ("[send] via NET/Socket/0", True, "NET/Socket", True),
+        ("via SHM/direct/direct", True, "SHM/direct", False),
+        ("via P2P/CUMEM", False, "P2P/CUMEM", True),
+        ("nothing", False, None, False),
+    ):
+        monkeypatch.setattr(nccl_on_one_gpu, "ask_ranks", partial(ask_ranks, log))
+        row = nccl_on_one_gpu.run_part("communicator", PARTS["communicator"], 2, False, shares)
+        assert (row["transport"], row["passed"]) == (transport, passed), row
 
 
 def test_texts_have_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
