@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from command_line import check_refusal, environment, interrupt, invoke, kill, refused, shown, start
+from command_line import check_refusal, invoke, refused, shown
 from native_ranks import native_ring
 from torch import Tensor
 
@@ -206,19 +205,3 @@ def test_a_launchers_world_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert "run the command without torchrun" in refused("compare")
-
-
-@pytest.mark.matrix(reason="tests/cli/test_cli.py interrupts a run of train in the same way")
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
-def test_ctrl_c_ends_every_rank_with_one_message_and_leaves_no_file(tmp_path: Path) -> None:
-    command = "compare --seq-len 1048576 --nproc-per-node 2"
-    process = start(["-m", "ring_backends", *command.split()], Path.cwd(), environment(TMPDIR=str(tmp_path)))
-    try:
-        while not list(tmp_path.iterdir()):
-            assert process.poll() is None
-            time.sleep(0.05)
-        time.sleep(1.0)
-        assert interrupt(process) == ""
-    finally:
-        kill(process)
-    assert list(tmp_path.iterdir()) == []

@@ -40,8 +40,9 @@ FP64, FP32 = torch.float64, torch.float32
 CALLS = ((FP64, True, 61), (FP64, True, 1), (FP64, False, 2), (FP64, False, 129), (FP32, True, 129))
 
 
-@pytest.mark.parametrize(("dtype", "global_pool", "num_tiles"), matrix_but(CALLS[0], of=CALLS), ids=str)
-def test_two_ranks(two: World, dtype: torch.dtype, global_pool: bool, num_tiles: int) -> None:
+@pytest.mark.parametrize("call", matrix_but(CALLS[0], of=CALLS), ids=str)
+def test_two_ranks(two: World, call: tuple[torch.dtype, bool, int]) -> None:
+    dtype, global_pool, num_tiles = call
     options = {"dtype": dtype, "global_pool": global_pool}
     tolerance = 1e-11 if dtype is torch.float64 else 1e-5
     for all_layer_embed, layout in ((False, "zigzag"), (True, "contiguous")):

@@ -82,8 +82,6 @@ WAYS: dict[str, Any] = {"use_ring": on_a_ring, "register": registered}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # The position_ids do not reach the embedding of positions.
     ("BartForCausalLM", {}, r"BartForCausalLM: model\.decoder\.embed_positions"),
-    ("MBartForCausalLM", {}, r"MBartForCausalLM: model\.decoder\.embed_positions"),
-    ("PegasusForCausalLM", {}, "PegasusForCausalLM: model.decoder"),
     # Layers that mix rows without the attention.
     ("FNetForMaskedLM", {}, "FNetForMaskedLM: .*FNetBasicFourierTransform"),
     ("xLSTMForCausalLM", {}, "xLSTMForCausalLM: backbone"),
@@ -91,10 +89,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("EsmForMaskedLM", {"token_dropout": True}, "EsmForMaskedLM: .*EsmEmbeddings"),
     # The attention's mask or its arguments are used in another way.
     ("DogeForCausalLM", {}, "DogeForCausalLM: it computes with the attention mask, which on a ring is not a tensor"),
-    ("GitForCausalLM", {}, "GitForCausalLM: it computes with the attention mask, which on a ring is not a tensor"),
     ("NemotronForCausalLM", {}, "NemotronAttention does not pass the arguments of the model on"),
     ("Sam3LiteTextTextModel", {}, "Sam3LiteTextTextModel: embeddings.position_embedding"),
-    ("StableLmForCausalLM", {}, "StableLmAttention does not pass the arguments of the model on"),
 ]
 
 
