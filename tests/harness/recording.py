@@ -6,7 +6,7 @@ The recording wraps the adapter's ``ring_pass`` and the kernels. Neither needs a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from ring_backends.kernels import select_kernel
 from ring_backends.ring.stream_hops import StreamHop
 from ring_backends.ring.transfer import Transfer
 from ring_backends.schedule.planner import rank_plan
-from ring_backends.schedule.rank_plan import RankPlan
+from ring_backends.schedule.rank_plan import RankPlan, Tile
 
 _WORDS = ("gather", "reduce", "scatter", "alltoall", "all_to_all", "broadcast", "barrier")
 COLLECTIVES = [name for name in dir(dist.ProcessGroup) if any(word in name for word in _WORDS)]
@@ -99,13 +99,17 @@ class _RecordedKernel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.kernel, name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.recording.add(Event("tile", direction="forward"))
-        return self.kernel.forward(*args, **kwargs)
+    def forward_step(self, tiles: Sequence[Tile], *args: Any) -> None:
+        self._record(tiles, "forward")
+        self.kernel.forward_step(tiles, *args)
 
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        self.recording.add(Event("tile", direction="backward"))
-        return self.kernel.backward(*args, **kwargs)
+    def backward_step(self, tiles: Sequence[Tile], *args: Any) -> None:
+        self._record(tiles, "backward")
+        self.kernel.backward_step(tiles, *args)
+
+    def _record(self, tiles: Sequence[Tile], direction: str) -> None:
+        for _ in tiles:
+            self.recording.add(Event("tile", direction=direction))
 
 
 @contextlib.contextmanager
