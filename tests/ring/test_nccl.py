@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -17,15 +18,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from nccl_cases import SimulatedRing, attended, attention, begin, hop_from, local_inputs, meet, process, run
+from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ring_backends.engine.wire import Hops, PostedHop, report_failure
 from ring_backends.engine.wire_buffers import RowFormat
 from ring_backends.errors import RingMismatchError, RingPeerError
+from ring_backends.kernels.base import StepKernels
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.calls import Call, Configuration
 from ring_backends.ring.store import REFUSED, publish_configuration
 from ring_backends.ring.stream_hops import Headers
+from ring_backends.ring.transfer import WorkTransfer
 from ring_backends.schedule.rank_plan import Hop
 from ring_backends.testing import nccl_stand_in
 from ring_backends.testing.failing_calls import Ended, ending
@@ -54,6 +58,29 @@ def test_the_host_waits_for_nothing() -> None:
     assert run(1, call, seconds=60) == [([False, False], True, None)]
 
 
+@pytest.mark.xfail(strict=True, reason="torch holds the buffers of a hop until NCCL's stream has used them")
+def test_a_host_that_runs_ahead_holds_no_more_memory() -> None:
+    """The GPU is busy while the host makes several calls."""
+
+    def peak(ring: SimulatedRing, *, is_ahead: bool) -> int:
+        attend, inputs = attended(ring)
+        inputs = [nccl_stand_in.to_device(x.detach()) for x in inputs]
+        nccl_stand_in.synchronize()
+        nccl_stand_in.reset_peak()
+        is_free = threading.Event()
+        if is_ahead:
+            nccl_stand_in.current_stream().wait_for(is_free)
+        for _ in range(8):
+            attend(*inputs)
+            if not is_ahead:
+                nccl_stand_in.synchronize()
+        is_free.set()
+        return nccl_stand_in.peak_bytes()
+
+    ahead, behind = (max(run(2, partial(peak, is_ahead=is_ahead), seconds=60)) for is_ahead in (True, False))
+    assert ahead <= 1.2 * behind, f"{ahead} bytes, and {behind} of a host that waits for the GPU"
+
+
 def call_differently(ring: SimulatedRing, difference: str) -> Ended:
     """Make calls of equal sizes that differ between the ranks. All ranks have agreed on each of them before."""
     inputs, modules = local_inputs(ring), (attention(ring), attention(ring))
@@ -77,6 +104,48 @@ def test_calls_of_equal_sizes_that_differ(difference: str, named: str) -> None:
     """NCCL pairs their messages."""
     for error in run(2, partial(call_differently, difference=difference)):
         error.check(RingMismatchError, named)
+
+
+def test_memory_of_a_hop_that_nobody_waits_for_is_not_reused() -> None:
+    """A tile raises while a hop is posted: a stream that waits for the hop is recorded on all its buffers."""
+    recorded: list[tuple[Tensor, Any, list[bool]]] = []
+
+    def call(ring: SimulatedRing) -> Any:
+        error, stream = ending(lambda: attention(ring)(*local_inputs(ring))), nccl_stand_in.watching_stream()
+        work = ring.communicator.latest
+        stream.add(lambda: [seen.append(work.is_completed()) for _, other, seen in recorded if other is stream])
+        stream.synchronize()
+        return error
+
+    def record_stream(buffer: Tensor, stream: Any) -> None:
+        recorded.append((buffer, stream, []))
+
+    # The ranks are threads, so they share the patches.
+    no_room = mock.patch.object(StepKernels, "forward_step", side_effect=MemoryError("no room for a tile"))
+    late = mock.patch.object(nccl_stand_in, "DELAY", 0.2)
+    with no_room, late, mock.patch.object(Tensor, "record_stream", record_stream):
+        errors = run(2, call)
+    for error in errors:
+        error.check(MemoryError)
+    payloads = [buffer for buffer, _, _ in recorded if buffer.numel() > 8]
+    assert len(payloads) == 4  # each rank sends one buffer and receives one
+    assert all(seen == [True] for _, _, seen in recorded), recorded
+
+
+def test_memory_of_a_failed_wait_is_not_reused() -> None:
+    buffers = [mock.Mock(spec=Tensor) for _ in range(2)]
+    work = mock.Mock(wait=mock.Mock(side_effect=RuntimeError("NCCL communicator was aborted")))
+    with pytest.raises(RuntimeError, match="aborted"):
+        WorkTransfer([work], buffers).wait(timedelta(seconds=1))
+    assert all(buffer.record_stream.call_count == 1 for buffer in buffers)
+
+
+def test_a_wait_that_blocks_the_host_has_the_deadline_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    work = mock.Mock()
+    WorkTransfer([work], []).wait(timedelta(seconds=5))
+    first, _ = work.wait.call_args_list
+    assert timedelta(seconds=4) < first.args[0] <= timedelta(seconds=5)
 
 
 def test_a_header_on_the_host_is_never_zero() -> None:
