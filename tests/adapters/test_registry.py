@@ -60,7 +60,7 @@ def test_the_abstract_class_says_which_import_makes_it_concrete() -> None:
 
 def test_attention_modules_show_only_what_users_and_adapters_call() -> None:
     public = {name for name in vars(RingDilatedAttention) if not name.startswith("_")}
-    assert public == {"ring", "ring_pass", "forward", "new_cache", "prefill", "decode", "extra_repr"}
+    assert public == {"ring", "binding", "ring_pass", "forward", "new_cache", "prefill", "decode", "extra_repr"}
 
 
 def test_every_adapter_is_listed_with_its_reason(announced: None) -> None:
