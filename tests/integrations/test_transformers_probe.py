@@ -541,6 +541,27 @@ def test_a_router_coefficient_that_is_set_later() -> None:
         assert_near(losses[1], losses[0], 1e-5)
 
 
+def check_router_loss(ring: Ring) -> None:
+    """The router loss is that of all rows, and the code of transformers stays as it is."""
+    modeling = transformers.models.mixtral.modeling_mixtral
+    before, batch, own = dict(vars(modeling)), batch_of("right"), make("MixtralForCausalLM", **ROUTER)
+    arguments = {**batch, "labels": batch["input_ids"], "output_router_logits": True}
+    wanted = own(**arguments)  # the first call adds hooks of transformers, which capture the router's logits
+    hooks = [(dict(part._forward_hooks), dict(part._forward_pre_hooks)) for part in own.modules()]
+    found = on_a_ring(own, ring)(**arguments)
+    assert_near(found.aux_loss, wanted.aux_loss, 1e-5)
+    assert_near(found.loss, wanted.loss, 1e-5)
+    assert vars(modeling) == before
+    remove_ring(own)
+    assert [(dict(part._forward_hooks), dict(part._forward_pre_hooks)) for part in own.modules()] == hooks
+    assert own.config._attn_implementation == "eager"
+    assert_near(own(**arguments).loss, wanted.loss, 1e-9)
+
+
+def test_router_losses_change_no_code_of_transformers(pair: World) -> None:
+    pair.run(on_ring, check_router_loss)
+
+
 def test_a_loss_that_is_replaced_later_is_refused() -> None:
     model, batch = on_a_ring(make()), batch_of("right")
     model(**batch, labels=batch["input_ids"])

@@ -252,6 +252,11 @@ class ShardedForward:
         self.own_implementation = inner.config._attn_implementation
         self.loss_function = getattr(inner, "loss_function", None)
         self.hooks: list[RemovableHandle] = [] if self.head is None else self.head.hooks
+        self.router_rows: tuple[Tensor | None, int, int] | None = None  # mask, batch size, length of a call with a loss
+        self.router_loss: Tensor | None = None
+        if router_losses.has_router_loss(inner):
+            # The losses are those of the body's outputs, which TRL's head does not return.
+            self.hooks.append(inner.base_model.register_forward_hook(self._after_body))
 
     def remove(self) -> None:
         """Take the hooks off the model, and give it its own attention back."""
@@ -331,12 +336,12 @@ class ShardedForward:
             with self.ring.report_refusals():
                 positions = self._positions_after_padding(batch)
             batch |= {} if positions is None else {"position_ids": positions}
-        if self._has_router_loss(batch):
-            router_losses.compute_over_all_rows(self.inner)
-            router_losses.current_rows.set((self.ring, *batch["input_ids"].shape))
+        has_router_loss, shape = self._has_router_loss(batch), batch["input_ids"].shape
         whole = {name for name, value in batch.items() if isinstance(value, Tensor) or name in MARKS}
         options = {name: batch.pop(name) for name in batch.keys() - whole}
         local = {**options, **shard_inputs(self.ring, first_position=self.first_position, **batch)}
+        if has_router_loss:
+            self.router_rows = local.get("attention_mask"), *shape
         if self.labels is not None and has_sum and not self.label_smoothing:
             local |= {"shift_labels": self.labels, "num_items_in_batch": 1, "skip_logits": True}
         return (), local if self.head is None else self.head.begin(self.ring, given, local)
@@ -344,10 +349,12 @@ class ShardedForward:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
         """Add the loss of the whole batch. The results of TRL's head are those of all rows."""
-        labels, seq_len = self.labels, self.fused_len
+        labels, seq_len, router_loss = self.labels, self.fused_len, self.router_loss
         self.end()
         if outputs is None:  # the forward has raised an error
             return outputs
+        if router_loss is not None:
+            outputs = type(outputs)(**{**outputs, "aux_loss": router_loss})
         if seq_len is not None:
             rows = {name: value for name, value in outputs.items() if isinstance(value, Tensor) and value.dim() == 2}
             whole = {name: self.ring.unshard(value, seq_len=seq_len) for name, value in rows.items()}
@@ -364,10 +371,15 @@ class ShardedForward:
             loss = loss + router_losses.router_coefficient(self.inner) * aux_loss
         return type(outputs)(**{**outputs, "loss": loss})
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after_body(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
+        if self.router_rows is not None:  # here, since autocast may end before the call of the model does
+            logits = outputs["router_logits"]
+            self.router_loss = router_losses.loss_over_all_rows(self.inner, self.ring, logits, *self.router_rows)
+
     def end(self) -> None:
         """End a call of the model."""
-        router_losses.current_rows.set(None)
-        self.labels = self.fused_len = None
+        self.labels = self.fused_len = self.router_rows = self.router_loss = None
         if self.head is not None:
             self.head.call = None
 
