@@ -34,8 +34,8 @@ def main(steps: int = 20, seq_len: int = 4096, learning_rate: float = 3e-3, seed
     torch.manual_seed(seed)  # the same initial parameters on every rank
     ring = backend.initialize()
     segment_lengths, dilation_rates = [seq_len // 16, seq_len // 4, seq_len], [1, 4, 16]
-    register(backend.RingDilatedAttention(segment_lengths, dilation_rates, ring=ring))
     model = make_model()
+    register(backend.RingDilatedAttention(segment_lengths, dilation_rates, ring=ring), model=model)
     state = backend.parallelize(model, lambda parameters: torch.optim.AdamW(parameters, lr=learning_rate), ring)
     document, losses = read_document(), []
     for step in range(1, steps + 1):

@@ -22,10 +22,10 @@ from torch import Tensor
 from ring_backends.errors import importing
 from ring_backends.integrations.accelerate import expect, join, make_attention, replace_methods
 from ring_backends.integrations.transformers.inputs import IGNORED, documents_of
+from ring_backends.integrations.transformers.probe import inner_model
 from ring_backends.integrations.transformers.whole_batches import (
     LABELS,
     ShardedForward,
-    inner_model,
     is_sequence_classifier,
     labels_of_rows,
     put_on_ring,

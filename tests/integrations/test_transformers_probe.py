@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import io
+import textwrap
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_line import output_of
 from native_ranks import assert_near, on_ring
 from small_models import transformers
 from tiny_models import BY_TYPE, VOCABULARY, tiny_fields
@@ -66,8 +69,7 @@ def on_a_ring(model: Any, ring: Ring | None = None, **options: Any) -> Any:
 
 
 def registered(model: Any, ring: Ring, **options: Any) -> Any:
-    register(attention(ring, model), **options)
-    model.set_attn_implementation("ring_dilated")
+    register(attention(ring, model), model=model, **options)
     return model
 
 
@@ -352,8 +354,7 @@ def adapt(model: Any, config: str = "LoraConfig", **options: Any) -> Any:
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_a_model_whose_attention_is_not_registered(implementation: str) -> None:
-    register(attention())
-    model = make()
+    model = registered(make(), Ring())
     model.set_attn_implementation(implementation)
     inputs = shard_inputs(Ring(), **batch_of("right"))
     with pytest.raises(ValueError, match=f"attn_implementation of LlamaForCausalLM = '{implementation}'"):
@@ -372,18 +373,38 @@ SKIP = r"(?s)BartForCausalLM: model\.decoder\.embed_positions.*register\(attenti
 
 
 def check_registered_models(ring: Ring) -> None:
-    """They are probed in their first call, also if it is compiled or generates."""
-    inputs = shard_inputs(ring, **batch_of("right"))
-    bart, llama = (registered(make(f"{name}ForCausalLM"), ring) for name in ("Bart", "Llama"))
+    """They are probed. A model that was not given warns, and is probed when it generates."""
+    inputs, bart = shard_inputs(ring, **batch_of("right")), make("BartForCausalLM")
     with pytest.raises(ValueError, match=SKIP):
-        bart(**inputs)
-    with pytest.raises(Exception, match=SKIP):
-        torch.compile(registered(make("BartForCausalLM"), ring), backend="eager")(**inputs)
-    with pytest.raises(ValueError, match=SKIP):
-        generate(registered(make("BartForCausalLM"), ring), ring, **batch_of("left"), max_new_tokens=2)
+        registered(bart, ring)
+    assert bart.config._attn_implementation == "eager"
+    assert not bart._forward_pre_hooks
+    llama = registered(make(), ring)
     llama(**inputs)
-    generate(registered(make(), ring), ring, **batch_of("left"), max_new_tokens=2)
-    registered(make("BartForCausalLM"), ring, probe=False)(**inputs)
+    generate(llama, ring, **batch_of("left"), max_new_tokens=2)
+    remove_ring(llama)
+    assert llama.config._attn_implementation == "eager"
+    assert not any(part._forward_pre_hooks for part in llama.modules())
+    registered(bart, ring, probe=False)(**inputs)
+    register(attention(ring))
+    not_given = make("BartForCausalLM")
+    not_given.set_attn_implementation("ring_dilated")
+    with pytest.warns(UserWarning, match=r"register\(attention, model=model\)"):
+        not_given(**inputs)
+    with pytest.raises(ValueError, match=SKIP):
+        generate(not_given, ring, **batch_of("left"), max_new_tokens=2)
+
+
+def test_an_import_changes_nothing_in_transformers(tmp_path: Path) -> None:
+    program = """
+        import transformers
+        from transformers.models.mixtral import modeling_mixtral
+        names = transformers.PreTrainedModel, transformers.GenerationMixin, modeling_mixtral
+        before = [dict(vars(owner)) for owner in names]
+        import ring_backends.integrations.transformers, ring_backends.integrations.trainer
+        assert [dict(vars(owner)) for owner in names] == before
+    """
+    output_of(["-c", textwrap.dedent(program)], tmp_path)
 
 
 def check_other_weights(ring: Ring) -> None:

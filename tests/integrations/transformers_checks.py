@@ -225,7 +225,7 @@ def on_ring(model: TinyModel, check: Check) -> Computed:
             built = build(model, check, "ring_dilated")
         except KeyError:  # a part, such as that for images, has a table of its own
             built = build(model, check)
-            built.set_attn_implementation("ring_dilated")
+        register(attention, model=built)
     else:
         built = build(model, check)
         use_ring(built, attention)

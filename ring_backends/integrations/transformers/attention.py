@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import replace
@@ -62,6 +63,7 @@ class Registration:
         attention: the attention of which every layer gets a copy, with the layer's own pattern where it has one.
         probes: whether a model is probed before its first call.
         takes_whole_batches: whether hooks of the model cut its arguments, as those of ``use_ring`` do.
+        warns: whether the first call on several ranks warns that the model was not probed.
 
     Raises:
         TypeError, ValueError: as in :func:`register`.
@@ -71,7 +73,12 @@ class Registration:
     """
 
     def __init__(
-        self, attention: RingDilatedAttention, *, probes: bool = True, takes_whole_batches: bool = False
+        self,
+        attention: RingDilatedAttention,
+        *,
+        probes: bool = True,
+        takes_whole_batches: bool = False,
+        warns: bool = False,
     ) -> None:
         if not isinstance(attention, RingDilatedAttention):
             raise TypeError(
@@ -85,7 +92,7 @@ class Registration:
                 "attention_probs_dropout_prob)."
             )
         self.attention, self.ring = attention, attention.ring
-        self.probes, self.takes_whole_batches = probes, takes_whole_batches
+        self.probes, self.takes_whole_batches, self.warns = probes, takes_whole_batches, warns
         self.layers: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._copies: dict[Any, RingDilatedAttention] = {}
 
@@ -208,6 +215,13 @@ class Registration:
         **_: Any,
     ) -> RingMask:
         ring = self.ring
+        if self.warns and ring.size > 1 and current_generation.get() is None and not torch.compiler.is_compiling():
+            self.warns = False
+            warnings.warn(
+                "the model was not given to register(), so nothing checks that its layers outside of the attention "
+                "can run on a ring; call register(attention, model=model), or register(attention, probe=False).",
+                stacklevel=2,
+            )
         # Some releases of transformers pass the positions of the queries, others their number.
         num_queries = q_length if cache_position is None else len(cache_position)
         with ring.report_refusals():
@@ -223,31 +237,6 @@ class Registration:
             if ring.size == 1 and padding is not None and not torch.compiler.is_compiling() and bool(padding.all()):
                 padding = None
         return read_mask(mask_function, padding)
-
-
-def register(attention: RingDilatedAttention | Ring, name: str = "ring_dilated", *, probe: bool = True) -> None:
-    """Register ``attention`` under ``attn_implementation=name``, for all layers and their masks.
-
-    Every layer computes its own attention as the model configures it: causal or not, with a sliding window, chunks, a
-    scale, a soft cap, sinks, grouped key/value heads, values of another width and attention dropout. The pattern of
-    ``attention`` takes the place of full attention only. Padding masks and packed sequences are supported. For other
-    masks, biases of scores, returned attention weights, cross-attention and key/value caches, the forward raises an
-    error that names the option. On a ring of several ranks, it also raises an error for layers that mix positions in
-    other ways (convolutions, states), for encoder-decoders, and for rotary embeddings that depend on the length
-    (dynamic, longrope).
-
-    Args:
-        attention: a RingDilatedAttention of any adapter; or a ring, and full attention stays as it is. Every layer of a
-            model gets a copy of the attention.
-        name: value of ``attn_implementation``. An existing name is replaced.
-        probe: whether a model is tried before its first call on a ring of several ranks
-            (:mod:`ring_backends.integrations.transformers.probe`).
-
-    Raises:
-        TypeError: ``attention`` is not a RingDilatedAttention or a ring, or ``name`` is not a string.
-        ValueError: ``attention`` has dropout. The model's configuration decides about it.
-    """
-    register_as(name, Registration(attention_on(attention), probes=probe))
 
 
 def attention_on(attention: RingDilatedAttention | Ring) -> RingDilatedAttention:

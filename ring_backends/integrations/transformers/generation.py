@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from ring_backends.integrations.transformers.attention import check_config, registered
 from ring_backends.integrations.transformers.caches import Generation
-from ring_backends.integrations.transformers.probe import probe_once
-from ring_backends.integrations.transformers.whole_batches import inner_model
+from ring_backends.integrations.transformers.probe import inner_model, probe_once
 from ring_backends.ring.collectives import agree
 from ring_backends.ring.describe import describe
 from ring_backends.ring.ring import Ring
@@ -92,8 +91,8 @@ def _check(model: nn.Module, ring: Ring, input_ids: object, mask: object, option
     name = inner.config._attn_implementation
     if name not in registered:
         raise ValueError(
-            f"attn_implementation = {name!r}: expected a registered one; call register(attention) and "
-            "model.set_attn_implementation('ring_dilated'), or use_ring(model, attention)."
+            f"attn_implementation = {name!r}: expected a registered one; call "
+            "register(attention, model=model), or use_ring(model, attention)."
         )
     registration = registered[name]
     own = registration.attention.ring

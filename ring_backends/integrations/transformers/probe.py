@@ -4,10 +4,6 @@ The ring gives every rank some rows of the sequence. Layers outside of the atten
 and its position alone. The probe runs the model with three short random sequences, whole and cut as on two ranks. It
 replaces the attention by a function of each row alone, so that both runs must give the same rows. If they differ,
 another layer has mixed rows or numbered them.
-
-Only the model sees that it is called with this rank's rows. So importing this module adds a check to the calls of
-transformers' ``PreTrainedModel``: a model whose attention is not a registered one would ignore the arguments of
-:func:`shard_inputs`, and each rank would attend within its own rows. The check also probes the model, once.
 """
 
 from __future__ import annotations
@@ -31,12 +27,10 @@ from transformers import PreTrainedModel
 
 from ring_backends.integrations.transformers.attention import (
     Registration,
-    check_layerdrop,
     first_position_of,
     is_probing,
-    registered,
 )
-from ring_backends.integrations.transformers.inputs import IGNORED, PADDED_BEFORE, next_labels, shard_inputs
+from ring_backends.integrations.transformers.inputs import IGNORED, next_labels, shard_inputs
 from ring_backends.integrations.transformers.pooled_heads import WAYS, PooledHead
 from ring_backends.ring.ring import Ring
 from ring_backends.training.reducer import device_of
@@ -78,69 +72,40 @@ class Findings:
 _found: weakref.WeakKeyDictionary[Any, Findings | None] = weakref.WeakKeyDictionary()
 """The findings about the models that have been probed, and about the models within them."""
 
-_call = PreTrainedModel.__call__
-
-
-def _checked_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    if "seq_len" in kwargs:
-        _check(self, kwargs)
-    return _call(self, *args, **kwargs)
-
-
-PreTrainedModel.__call__ = _checked_call  # type: ignore[method-assign, unused-ignore]
-
 
 def models_of(model: nn.Module) -> list[PreTrainedModel]:
     """The models of transformers within a model, and itself."""
     return [part for part in model.modules() if isinstance(part, PreTrainedModel)]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _check(model: Any, arguments: dict[str, Any]) -> None:
-    implementation = model.config._attn_implementation
-    registration = registered.get(implementation)
-    if registration is None:
-        # Only a part of a model may be on the ring, such as its text model.
-        is_on_ring = any(part.config._attn_implementation in registered for part in models_of(model))
-        if not is_on_ring and "seq_len" not in inspect.signature(model.forward).parameters:
-            raise ValueError(
-                f"attn_implementation of {type(model).__name__} = {implementation!r}: the arguments are this rank's "
-                f"rows (seq_len = {arguments['seq_len']}), and only a registered attention sees those of the other "
-                "ranks; call register(attention) and model.set_attn_implementation('ring_dilated')."
-            )
-        return
-    if is_probing.get() or registration.takes_whole_batches:
-        return
-    with registration.attention.ring.report_refusals():
-        if registration.attention.ring.size > 1:
-            check_layerdrop(models_of(model))
-        for cache in ("cache", "past_key_values"):
-            if arguments.get(cache) is not None:
-                raise ValueError(
-                    f"{cache} is given: key/value caches are not supported by a ring, except those of generate(); "
-                    "leave it out."
-                )
-        findings = probe_once(model, registration)
-        if findings is not None:
-            _check_arguments(model, arguments, findings)
+def inner_model(model: nn.Module) -> Any:
+    """The model of transformers within a ``PeftModel``, or the model itself."""
+    inner: Any = model
+    if hasattr(model, "get_base_model"):
+        inner = inner.get_base_model()
+    if not isinstance(inner, PreTrainedModel):
+        raise TypeError(
+            f"model = {type(model).__name__}: expected a model of transformers, or a PeftModel of one; pass it before "
+            "it is wrapped or compiled."
+        )
+    adapter = getattr(model, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        raise ValueError("model has virtual tokens (prompt learning): not supported by a ring; use LoRA instead.")
+    if getattr(adapter, "alora_invocation_tokens", None):
+        raise ValueError(
+            "alora_invocation_tokens are given: each rank would look for them in its own rows; use LoRA without them."
+        )
+    return inner
 
 
-def _check_arguments(model: Any, arguments: dict[str, Any], findings: Findings) -> None:
-    is_shifted = "shift_labels" in arguments
-    if "labels" in arguments and findings.labels_of and ("next" if is_shifted else "own") not in findings.labels_of:
-        raise ValueError(
-            f"labels are {'shifted' if is_shifted else 'not shifted'}, and the loss of {type(model).__name__} is not "
-            f"that of such labels; call shard_inputs(…, next_token_labels={not is_shifted})."
-        )
-    if findings.skips_padding and PADDED_BEFORE in arguments:
-        raise ValueError(
-            f"attention_mask has padding before tokens: {type(model).__name__} counts positions from the first token "
-            "that is not padding; pad on the right, or give shard_inputs() position_ids that do so."
-        )
+def hooks_of(model: nn.Module, *classes: type) -> list[Any]:
+    """The objects of these classes whose methods are forward pre-hooks of a model."""
+    owners = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
+    return [owner for owner in owners if isinstance(owner, classes)]
 
 
 def probe_once(model: Any, registration: Registration) -> Findings | None:
-    """Probe a model before its first call, unless the registration or ``use_ring`` decides otherwise.
+    """Probe a model once, unless the registration decides otherwise.
 
     Returns:
         The findings; None without a probe. On a ring of one, a model that other rings refuse has none.

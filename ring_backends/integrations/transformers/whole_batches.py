@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 from transformers.models.auto import modeling_auto
 
@@ -42,8 +41,9 @@ from ring_backends.integrations.transformers.inputs import (
     next_labels,
     shard_inputs,
 )
+from ring_backends.integrations.transformers.local_rows import LocalRows
 from ring_backends.integrations.transformers.pooled_heads import PooledHead
-from ring_backends.integrations.transformers.probe import Findings, LabelOf, Probe, models_of
+from ring_backends.integrations.transformers.probe import Findings, LabelOf, Probe, hooks_of, inner_model, models_of
 from ring_backends.ring.collectives import agree, broadcast
 from ring_backends.ring.describe import checksum, describe
 from ring_backends.ring.pooling import sum_of_ranks
@@ -132,7 +132,7 @@ def put_on_ring(
 ) -> ShardedForward:
     """Do what :func:`use_ring` does, and return the model's hooks."""
     inner = inner_model(model)
-    if _hooks_of(model) or _hooks_of(inner):
+    if hooks_of(model, ShardedForward) or hooks_of(inner, ShardedForward, LocalRows):
         raise ValueError(
             f"model = {type(inner).__name__}: is on a ring already; call "
             "ring_backends.integrations.transformers.remove_ring(model) first."
@@ -168,7 +168,7 @@ def put_on_ring(
 
 
 def remove_ring(model: nn.Module) -> None:
-    """Take a model off its ring, on which :func:`use_ring` or ``attach`` has put it. It computes alone then.
+    """Take a model off its ring, on which ``use_ring``, ``register`` or ``attach`` has put it. It computes alone then.
 
     Args:
         model: the model that was put on a ring, or a ``PeftModel`` that was made of it later.
@@ -177,36 +177,11 @@ def remove_ring(model: nn.Module) -> None:
         TypeError, ValueError: ``model`` is not a model of transformers, or is not on a ring.
     """
     inner = inner_model(model)
-    hooks = _hooks_of(model) or _hooks_of(inner)
+    hooks = hooks_of(model, ShardedForward) or hooks_of(inner, ShardedForward, LocalRows)
     if not hooks:
         raise ValueError(f"model = {type(inner).__name__}: is not on a ring; give the model that was put on one.")
-    for sharded in hooks:
-        sharded.remove()
-
-
-def _hooks_of(model: nn.Module) -> list[ShardedForward]:
-    owners = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
-    return [owner for owner in owners if isinstance(owner, ShardedForward)]
-
-
-def inner_model(model: nn.Module) -> Any:
-    """The model of transformers within a ``PeftModel``, or the model itself."""
-    inner: Any = model
-    if hasattr(model, "get_base_model"):
-        inner = inner.get_base_model()
-    if not isinstance(inner, PreTrainedModel):
-        raise TypeError(
-            f"model = {type(model).__name__}: expected a model of transformers, or a PeftModel of one; pass it before "
-            "it is wrapped or compiled."
-        )
-    adapter = getattr(model, "active_peft_config", None)
-    if getattr(adapter, "is_prompt_learning", False):
-        raise ValueError("model has virtual tokens (prompt learning): not supported by a ring; use LoRA instead.")
-    if getattr(adapter, "alora_invocation_tokens", None):
-        raise ValueError(
-            "alora_invocation_tokens are given: each rank would look for them in its own rows; use LoRA without them."
-        )
-    return inner
+    for owner in hooks:
+        owner.remove()
 
 
 def is_sequence_classifier(model: Any) -> bool:
