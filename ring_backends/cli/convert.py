@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ring_backends.cli.options import Options, argument, check_directory, option, parse_branches
-from ring_backends.cli.output import describe_branches, print_table
+from ring_backends.cli.output import describe_branches, dtype_name, print_table
 from ring_backends.schedule.pattern import DilatedPattern
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _show(target: Path, converted: ConvertedCheckpoint) -> None:
     if settings["segment_lengths"] is not None:
         branches = describe_branches(DilatedPattern.torchscale(settings["segment_lengths"], settings["dilation_rates"]))
     norms = ("yes" if settings[name] else "no" for name in ("sub_layer_norm", "normalize_output"))
-    dtypes = sorted({str(value.dtype).removeprefix("torch.") for value in tensors})
+    dtypes = sorted({dtype_name(value.dtype) for value in tensors})
     rows = {
         "prefix of the names": repr(converted.prefix),
         "layers, width, heads, feed-forward": "{num_layers}, {embed_dim}, {num_heads}, {ffn_dim}".format(**settings),

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_backends.cli.generate import GenerateOptions
-from ring_backends.cli.language_model import LongNetLM, make_model, make_optimizer, training_dtype
+from ring_backends.cli.language_model import LongNetLM, make_optimizer, training_dtype
 from ring_backends.cli.output import write_json
 from ring_backends.cli.train import TrainOptions
 from ring_backends.cli.training_run import options_path, read_saved
 from ring_backends.cost.machine import device_name, select_device
+from ring_backends.longnet.model import new_caches
 from ring_backends.registry import load_adapter
 from ring_backends.releases import versions
 from ring_backends.ring.collectives import agree
@@ -78,7 +79,7 @@ def generate(
     model: LongNetLM, ring: Ring, prompt: bytes, options: GenerateOptions, device: torch.device
 ) -> Iterator[int]:
     """Continue a prompt, byte by byte. Every rank yields the same bytes."""
-    caches = model.new_caches(len(prompt) + options.max_new_tokens)
+    caches = new_caches(model.layers, len(prompt) + options.max_new_tokens)
     tokens = torch.frombuffer(bytearray(prompt), dtype=torch.uint8).to(device, torch.int64).unsqueeze(0)
     random = torch.Generator().manual_seed(options.seed)
     # The last byte is the first step, so that every rank has its logits.
@@ -129,10 +130,10 @@ def load_model(checkpoint: Path, trained: TrainOptions, backend: Any, ring: Ring
     dtype = training_dtype(trained.dtype, device)
     reader = load_adapter(trained.backend)
     own_ring = reader.initialize(layout=ring.layout_kind, timeout=ring.timeout)
-    loaded = make_model(trained, reader, own_ring).to(device, dtype)
+    loaded = LongNetLM(trained, reader, own_ring).to(device, dtype)
     state = reader.parallelize(loaded, make_optimizer(trained, dtype), own_ring)
     state.load(checkpoint)
     parameters = state.full_state_dict()
-    model = make_model(trained, backend, ring).to(device, dtype)
+    model = LongNetLM(trained, backend, ring).to(device, dtype)
     model.load_state_dict(parameters)
     return model.eval()

@@ -10,7 +10,7 @@ from typing import Any
 
 from ring_backends.cli import options
 from ring_backends.cli.options import Options, option
-from ring_backends.cli.output import print_table, write_json
+from ring_backends.cli.output import dtype_name, print_table, write_json
 from ring_backends.cost import local_probe
 from ring_backends.cost.hardware import Hardware
 
@@ -75,7 +75,7 @@ def choices(device_name: str) -> list[dict[str, str]]:
     )
     for dtype, head_dim, what, needs in calls:
         name, why = explain_choice(KernelInputs(device, dtype, head_dim, **needs))
-        call = ", ".join(filter(None, (str(dtype).removeprefix("torch."), f"head_dim {head_dim}", what)))
+        call = ", ".join(filter(None, (dtype_name(dtype), f"head_dim {head_dim}", what)))
         rows.append({"device": device_name, "call": call, "kernel": name, "why": why})
     return rows
 
@@ -98,7 +98,7 @@ def collect() -> dict[str, Any]:
         memory = f"{properties.total_memory / 2**30:.0f} GiB"
         devices.append({"device": f"cuda:{index}", "name": f"{properties.name}, {memory}, {capability}"})
     for device in devices:
-        device["dtype"] = str(auto_dtype(device["device"])).removeprefix("torch.")
+        device["dtype"] = dtype_name(auto_dtype(device["device"]))
     reasons, installed = available_kernels(), versions()
     return {
         "versions": installed,

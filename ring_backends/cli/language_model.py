@@ -18,24 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from ring_backends.cli.train import TrainOptions
 from ring_backends.engine.cache import KeyValueCache
 from ring_backends.kernels import resolve_dtype
-from ring_backends.longnet.model import Layer, new_caches
+from ring_backends.longnet.model import Layer
 from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.ring.ring import Ring
 
 VOCABULARY = 256
-
-
-def make_model(options: TrainOptions, backend: Any, ring: Ring) -> LongNetLM:
-    """The model of a training run, on the CPU in fp32, with the attention of an adapter."""
-    return LongNetLM(
-        options.embed_dim,
-        options.num_heads,
-        options.num_layers,
-        lambda: backend.RingDilatedAttention(**asdict(options.pattern()), ring=ring, kernel=options.kernel),
-        num_kv_heads=options.num_kv_heads,
-        tied=options.tied,
-        activation_checkpointing=options.activation_checkpointing,
-    )
 
 
 def make_optimizer(options: TrainOptions, dtype: torch.dtype) -> Callable[[Iterable[nn.Parameter]], torch.optim.AdamW]:
@@ -54,33 +41,23 @@ class LongNetLM(nn.Module):
     """A causal language model over bytes.
 
     Args:
-        embed_dim, num_heads, num_kv_heads: as in RingDilatedMultiheadAttention.
-        num_layers: number of layers.
-        make_attention: called once per layer; returns a RingDilatedAttention of any adapter.
-        tied: whether the output layer shares the weight of the embedding.
-        activation_checkpointing: whether to keep only the input of each layer, and recompute the layer in the backward.
+        options: of the training run.
+        backend: the adapter whose attention the layers have.
+        ring: the ring of the attention.
 
     The initial weights depend only on torch's random state. They do not depend on the rank or the layout.
     """
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        num_layers: int,
-        make_attention: Callable[[], nn.Module],
-        *,
-        num_kv_heads: int | None = None,
-        tied: bool = False,
-        activation_checkpointing: bool = False,
-    ) -> None:
+    def __init__(self, options: TrainOptions, backend: Any, ring: Ring) -> None:
         super().__init__()
-        self.activation_checkpointing = activation_checkpointing
+        embed_dim, pattern = options.embed_dim, asdict(options.pattern())
+        self.activation_checkpointing = options.activation_checkpointing
         self.embedding = nn.Embedding(VOCABULARY, embed_dim)
         self.layers = nn.ModuleList()
-        for _ in range(num_layers):
+        for _ in range(options.num_layers):
+            own = backend.RingDilatedAttention(**pattern, ring=ring, kernel=options.kernel)
             attention = RingDilatedMultiheadAttention(
-                embed_dim, num_heads, make_attention(), num_kv_heads=num_kv_heads, rotary=True
+                embed_dim, options.num_heads, own, num_kv_heads=options.num_kv_heads, rotary=True
             )
             mlp = nn.Sequential(
                 nn.Linear(embed_dim, 2 * embed_dim), nn.GELU("tanh"), nn.Linear(2 * embed_dim, embed_dim)
@@ -88,11 +65,11 @@ class LongNetLM(nn.Module):
             self.layers.append(Layer(attention, mlp))
         self.norm = nn.LayerNorm(embed_dim)
         self.head = nn.Linear(embed_dim, VOCABULARY, bias=False)
-        self.reset_parameters()
-        if tied:
+        self._initialize_parameters()
+        if options.tied:
             self.head.weight = self.embedding.weight
 
-    def reset_parameters(self) -> None:
+    def _initialize_parameters(self) -> None:
         """Draw weights from a normal distribution with mean 0 and standard deviation 0.02, and set biases to 0.
 
         Layers that write to the residual stream have the standard deviation 0.02 / sqrt(2 num_layers).
@@ -105,18 +82,14 @@ class LongNetLM(nn.Module):
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
 
-    def new_caches(self, max_len: int | None = None) -> list[KeyValueCache]:
-        """An empty cache of keys and values for each layer."""
-        return new_caches(self.layers, max_len)
-
     def forward(self, tokens: Tensor, seq_len: int | None, caches: list[KeyValueCache] | None = None) -> Tensor:
         """Compute the logits of this rank's rows.
 
         Args:
             tokens: int64 [batch, local seq], byte values of this rank's positions.
             seq_len: length of the global sequence.
-            caches: as :meth:`new_caches` makes them. With ``seq_len``, ``tokens`` are this rank's part of a prompt.
-                Without it, they are the next tokens, the same on every rank.
+            caches: as :func:`ring_backends.longnet.model.new_caches` makes them. With ``seq_len``, ``tokens`` are this
+                rank's part of a prompt. Without it, they are the next tokens, the same on every rank.
 
         Returns:
             [batch, local seq, 256], in the dtype of the parameters.

@@ -43,6 +43,11 @@ def write_json(path: Path, result: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(result, indent=2, default=str) + "\n")
 
 
+def dtype_name(dtype: object) -> str:
+    """``"float32"`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def describe_branches(pattern: DilatedPattern) -> str:
     windows = pattern.window_lengths or (None,) * pattern.num_branches
     return ", ".join(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ring_backends.cli import options
 from ring_backends.cli.options import PatternOptions, attention, check_kv_heads, check_positive, files, option, ranks
-from ring_backends.cli.output import wide_console, write_json
+from ring_backends.cli.output import dtype_name, wide_console, write_json
 from ring_backends.cost import local_probe
 from ring_backends.cost.hardware import DEFAULT_TILE_SECONDS, Hardware
 from ring_backends.plotting import draw_ring_sizes
@@ -110,8 +110,8 @@ class PlanOptions(PatternOptions):
     )
 
     def check(self) -> None:
-        self.memory_bytes()
-        self.host_of_rank()
+        parse_bytes("memory", self.memory)
+        parse_hosts(self.hosts, self.ranks_per_host, self.ring_size)
         self.pattern().check(seq_len=self.seq_len, num_heads=self.heads)
         check_kv_heads("kv_heads", self.kv_heads, self.heads)
         super().check()
@@ -130,12 +130,6 @@ class PlanOptions(PatternOptions):
             raise ValueError(
                 "nproc_per_node: has no effect with --probe, which replaces the measurement; leave one of the two out."
             )
-
-    def memory_bytes(self) -> int | None:
-        return parse_bytes("memory", self.memory)
-
-    def host_of_rank(self) -> tuple[str, ...] | None:
-        return parse_hosts(self.hosts, self.ranks_per_host, self.ring_size)
 
 
 def run(chosen: PlanOptions) -> None:
@@ -158,7 +152,8 @@ def run(chosen: PlanOptions) -> None:
     hardware, probe, source = _hardware(chosen, dtype, console)
     device_type = probe["device_type"] if probe else "cuda" if on_gpu else "cpu"
     cost = dataclasses.replace(cost, device_type=device_type)
-    hosts, memory = chosen.host_of_rank(), chosen.memory_bytes()
+    memory = parse_bytes("memory", chosen.memory)
+    hosts = parse_hosts(chosen.hosts, chosen.ranks_per_host, chosen.ring_size)
     estimate = Estimate(cost, hardware, memory)
     between_hosts = None if hosts is None else estimate.bytes_between_hosts(hosts)
 
@@ -176,14 +171,14 @@ def run(chosen: PlanOptions) -> None:
     console.print(estimate.verdict(), soft_wrap=True)
     if chosen.json is not None:
         result = {
-            "options": {**dataclasses.asdict(chosen), "dtype": _name(dtype), "memory": memory, "hosts": hosts},
+            "options": {**dataclasses.asdict(chosen), "dtype": dtype_name(dtype), "memory": memory, "hosts": hosts},
             "probe": probe,
             "bytes_between_hosts": between_hosts,
             **estimate.as_dict(),
         }
         write_json(chosen.json, result)
     if chosen.plot is not None:
-        title = f"{chosen.seq_len:,} tokens, {chosen.heads} heads of {chosen.head_dim}, {_name(dtype)}"
+        title = f"{chosen.seq_len:,} tokens, {chosen.heads} heads of {chosen.head_dim}, {dtype_name(dtype)}"
         draw_ring_sizes(chosen.plot, title, estimate.over_ring_sizes, estimate.memory_bytes)
 
 
@@ -193,7 +188,7 @@ def _hardware(chosen: PlanOptions, dtype: torch.dtype, console: Console) -> tupl
 
     latency, bandwidth, flops = chosen.latency, chosen.bandwidth, chosen.flops
     if chosen.probe is not None:
-        probe = local_probe.read(chosen.probe, _name(dtype))
+        probe = local_probe.read(chosen.probe, dtype_name(dtype))
         source = f"Constants from {chosen.probe}"
     elif latency is not None and bandwidth is not None and flops is not None:
         by_default = DEFAULT_TILE_SECONDS if chosen.device == "cuda" else 0.0
@@ -206,7 +201,7 @@ def _hardware(chosen: PlanOptions, dtype: torch.dtype, console: Console) -> tupl
         fits = 2 <= chosen.ring_size <= (gpus or num_cores())
         num_ranks = chosen.nproc_per_node or (chosen.ring_size if fits else 2)
         with console.status(f"measuring on {num_ranks} local ranks"):
-            probe = local_probe.measure(num_ranks, _name(dtype), chosen.device, chosen.head_dim)
+            probe = local_probe.measure(num_ranks, dtype_name(dtype), chosen.device, chosen.head_dim)
         source = "Constants measured just now"
     links = {"latency_seconds": latency, "bytes_per_second": bandwidth, "tile_seconds": chosen.tile_seconds}
     changes: dict[str, Any] = {name: value for name, value in links.items() if value is not None}
@@ -254,10 +249,6 @@ def _column(cost: dict[str, Any]) -> dict[str, str]:
         **{f"GFLOP {direction}": f"{flops / 1e9:,.2f}" for direction, flops in cost["flops"].items()},
         **{f"{direction}, estimated": format_seconds(seconds) for direction, seconds in cost["seconds"].items()},
     }
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def parse_bytes(name: str, text: str | None) -> int | None:

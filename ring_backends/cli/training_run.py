@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 
-from ring_backends.cli.language_model import make_model, make_optimizer, training_dtype
-from ring_backends.cli.output import describe_branches, write_json
+from ring_backends.cli.language_model import LongNetLM, make_optimizer, training_dtype
+from ring_backends.cli.output import describe_branches, dtype_name, write_json
 from ring_backends.cli.train import TrainOptions
 from ring_backends.cost.machine import device_name, peak_memory_bytes, select_device
 from ring_backends.kernels import auto_dtype
@@ -77,7 +77,7 @@ class TrainingRun:
         self.console = Console(quiet=not self.is_first, highlight=False, soft_wrap=True)
         self.dtype = training_dtype(options.dtype, device)
         torch.manual_seed(options.seed)
-        model = make_model(options, backend, ring).to(device, self.dtype)
+        model = LongNetLM(options, backend, ring).to(device, self.dtype)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         make = make_optimizer(options, self.dtype)
         self.state = backend.parallelize(model, make, ring, max_grad_norm=options.max_grad_norm)
@@ -118,7 +118,7 @@ class TrainingRun:
             "num_parameters": self.num_parameters,
             "parameters_sha256": None if options.json is None else parameters_sha256(self.state.full_state_dict()),
             "device": device_name(self.device),
-            "dtype": _name(self.dtype),
+            "dtype": dtype_name(self.dtype),
             "world_size": self.world_size,
             "ring_size": self.ring.size,
             "versions": versions(),
@@ -240,7 +240,7 @@ class TrainingRun:
         source = "files of --text" if options.text else "the Python standard library's sources"
         ranks = f"{ring.data_size} ring{'s' if ring.data_size > 1 else ''} of {ring.size}"
         self.console.print(
-            f"{options.backend} adapter, {ranks}, {device_name(self.device)}, {_name(self.dtype)}; "
+            f"{options.backend} adapter, {ranks}, {device_name(self.device)}, {dtype_name(self.dtype)}; "
             f"{self.num_parameters:,} parameters; {options.seq_len:,} tokens per sequence, {options.layout}; "
             f"branches {describe_branches(options.pattern())}; text: {source}, {self.document.num_bytes:,} bytes."
         )
@@ -317,10 +317,6 @@ def parameters_sha256(state: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {[*tensor.shape]}\n".encode())
         digest.update(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
     return digest.hexdigest()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _mebibytes(sizes: list[int]) -> str:

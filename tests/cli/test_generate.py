@@ -18,6 +18,7 @@ from ring_backends import Ring, available_adapters
 from ring_backends.adapters import native
 from ring_backends.cli.generator import draw, generate, read_options
 from ring_backends.cli.language_model import LongNetLM
+from ring_backends.cli.train import TrainOptions
 from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.world import World
 
@@ -26,7 +27,8 @@ PROMPT = b"a prompt of thirty bytes or so."
 
 def make_model(ring: Ring) -> LongNetLM:
     torch.manual_seed(0)
-    return LongNetLM(32, 4, 2, lambda: native.RingDilatedAttention([8, 64], [1, 3], ring=ring)).double().eval()
+    options = TrainOptions(embed_dim=32, segment_lengths=(8, 64), dilation_rates=(1, 3))
+    return LongNetLM(options, native, ring).double().eval()
 
 
 def continued(ring: Ring, text: bytes = PROMPT, **options: Any) -> list[int]:
