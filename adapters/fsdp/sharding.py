@@ -6,7 +6,7 @@ the gradient of its own part of a sequence only. Otherwise the replicas drift ap
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, cast
@@ -213,14 +213,14 @@ def check_blocks(blocks: Sequence[nn.Module] | None, model: nn.Module) -> Sequen
     if blocks is None:
         return find_blocks(model)
     inside = {id(module) for module in model.modules()} - {id(model)}
-    users, parents = _users(model), _parents(model)
+    uses = _uses(model)
     for block in blocks:
         if id(block) not in inside:
             raise ValueError(
                 f"blocks has a {type(block).__name__} that is not a submodule of the model: pass submodules of "
                 "the model, or leave blocks out."
             )
-        if not _has_its_own_parameters(block, users, parents):
+        if not _has_its_own_parameters(block, uses):
             raise ValueError(
                 f"blocks has a {type(block).__name__} with a parameter that other modules use too: it would be sharded "
                 "twice; leave that block out."
@@ -247,41 +247,32 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
     Each of them occurs once and shares no parameters with other modules, so that it can be sharded by itself.
     """
-    users, parents = _users(model), _parents(model)
-    places = Counter(
-        id(child)
-        for module in model.modules()
-        # Unlike children(), a list also yields a module that it holds twice.
-        for child in (module if isinstance(module, (nn.ModuleList, nn.Sequential)) else module.children())
-    )
+    uses = _uses(model)
     blocks = {id(block): block for block in _repeated(model)}.values()  # a list with two names is found twice
-    return [block for block in blocks if places[id(block)] == 1 and _has_its_own_parameters(block, users, parents)]
+    return [block for block in blocks if uses[id(block)] == 1 and _has_its_own_parameters(block, uses)]
 
 
-def _has_its_own_parameters(block: nn.Module, users: Counter[int], parents: Mapping[int, set[int]]) -> bool:
+def _has_its_own_parameters(block: nn.Module, uses: Counter[int]) -> bool:
     """Whether no module outside of a block uses its parameters, or holds a module of it."""
-    inside = {id(part) for part in block.modules()}
-    is_closed = all(parents[part] <= inside for part in inside - {id(block)})
-    return is_closed and all(users[parameter] == count for parameter, count in _users(block).items())
+    return all(uses[part] == count for part, count in _uses(block).items())
 
 
-def _users(module: nn.Module) -> Counter[int]:
-    """The number of modules that use each parameter, by the parameter's id."""
-    return Counter(id(parameter) for part in module.modules() for parameter in part.parameters(recurse=False))
-
-
-def _parents(model: nn.Module) -> dict[int, set[int]]:
-    """The modules that hold each module, by ids."""
-    parents: dict[int, set[int]] = defaultdict(set)
+def _uses(model: nn.Module) -> Counter[int]:
+    """How often the modules of a model use each parameter, and hold each module inside it, by id."""
+    uses: Counter[int] = Counter()
     for module in model.modules():
-        for child in module.children():
-            parents[id(child)].add(id(module))
-    return parents
+        uses.update(map(id, module.parameters(recurse=False)))
+        # Unlike children(), a list also yields a module that it holds twice.
+        uses.update(map(id, module if isinstance(module, _SEQUENCES) else module.children()))
+    return uses
+
+
+_SEQUENCES = (nn.ModuleList, nn.Sequential)
 
 
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
     children = list(module.children())
-    is_sequence = isinstance(module, (nn.ModuleList, nn.Sequential))
+    is_sequence = isinstance(module, _SEQUENCES)
     classes = Counter(map(type, children))
     for child in children:
         # A layer without children is not a block: the model may use its parameters without calling it.
