@@ -216,7 +216,13 @@ class LongNet(nn.Module):
         """
         ring = cast(Ring, cast(Layer, self.layers[0]).self_attn.attention.ring)
         with ring.report_refusals():
-            self._check_caches(caches)
+            if caches is not None and not self._is_causal:
+                raise ValueError(f"caches is given: {type(self).__name__} is not causal; use a LongNetDecoder.")
+            if caches is not None and len(caches) != len(self.layers):
+                raise ValueError(
+                    f"caches has {len(caches)} caches and the model {len(self.layers)} layers; make them with "
+                    "new_caches()."
+                )
             num_cached = None if caches is None or seq_len is not None else caches[0].seq_len
             x, whole_len = self._embed(x, ring, seq_len, num_cached)
         states, seq_len = [x], whole_len if num_cached is None else None
@@ -229,14 +235,6 @@ class LongNet(nn.Module):
         if self.output_projection is not None and not features_only:
             x = self.output_projection(x)
         return (x, states) if return_hidden_states else x
-
-    def _check_caches(self, caches: Sequence[KeyValueCache] | None) -> None:
-        if caches is not None and not self._is_causal:
-            raise ValueError(f"caches is given: {type(self).__name__} is not causal; use a LongNetDecoder.")
-        if caches is not None and len(caches) != len(self.layers):
-            raise ValueError(
-                f"caches has {len(caches)} caches and the model {len(self.layers)} layers; make them with new_caches()."
-            )
 
     def _embed(self, x: Tensor, ring: Ring, seq_len: int | None, num_cached: int | None) -> tuple[Tensor, int]:
         """Return the scaled embeddings with positions added, and the length of the sequence.
@@ -282,27 +280,23 @@ class LongNet(nn.Module):
         *,
         num_heads: int,
         attention: nn.Module,
-        scale_embedding: bool = False,
-        activation: str = "gelu",
-        layer_norm_eps: float = 1e-5,
-        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> _Model:
         """Make a model from a state_dict, whose names and shapes determine the sizes of the model.
 
         Args:
             state_dict: state_dict of torchscale's encoder or decoder alone, with names such as ``layers.0.…``.
-            num_heads, attention, scale_embedding, activation, layer_norm_eps: as in :class:`LongNet`.
-            device: device of the parameters.
+            num_heads, attention: as in :class:`LongNet`.
             dtype: dtype of the parameters. None means that of the state_dict.
+            options: ``scale_embedding``, ``activation``, ``layer_norm_eps`` and ``device``, as in :class:`LongNet`.
 
         Raises:
             ValueError: the state_dict is not that of a LongNet, or the LongNet is not supported.
         """
         sizes = sizes_of(state_dict)
         dtype = dtype or state_dict["layers.0.self_attn.q_proj.weight"].dtype
-        sizes |= {"scale_embedding": scale_embedding, "activation": activation, "layer_norm_eps": layer_norm_eps}
-        model = cls(num_heads=num_heads, attention=attention, device=device, dtype=dtype, **sizes)
+        model = cls(num_heads=num_heads, attention=attention, dtype=dtype, **sizes, **options)
         load_parameters(model, state_dict)
         return model
 
