@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.integrations import torchscale
 from ring_backends.integrations.parameters import agree_on_parameters
-from ring_backends.integrations.torchscale import Sequences, kept_columns, other_release
+from ring_backends.integrations.torchscale import Sequences, is_on_ring, kept_columns, other_release
 from ring_backends.plotting import check_plot
 from ring_backends.ring.pooling import sum_of_ranks
 from ring_backends.ring.ring import Ring
@@ -58,8 +58,7 @@ def pattern_of(slide_encoder: nn.Module) -> DilatedPattern:
             f"slide_encoder = {type(slide_encoder).__name__}: expected a LongNetViT of gigapath.slide_encoder; {what}."
         )
     torchscale.check_release(slide_encoder, "slide_encoder", "gigapath", _ATTRIBUTES, _PARAMETERS)
-    torchscale.check_layers_of_release(slide_encoder.encoder, "slide_encoder.encoder", "gigapath")
-    return torchscale.pattern_of_args(slide_encoder.encoder)
+    return torchscale.pattern_of_part(slide_encoder.encoder, "slide_encoder.encoder", "gigapath")
 
 
 def use_ring(slide_encoder: nn.Module, attention: RingDilatedAttention, *, constant_mixing: bool = False) -> None:
@@ -110,7 +109,7 @@ def use_ring(slide_encoder: nn.Module, attention: RingDilatedAttention, *, const
     torchscale.check_type(attention)
     with attention.ring.report_refusals():
         pattern = pattern_of(slide_encoder)
-        if "forward" in vars(slide_encoder) and not _is_on_ring(slide_encoder):
+        if "forward" in vars(slide_encoder) and not is_on_ring(slide_encoder, _SlideEncoder):
             raise ValueError(
                 f"slide_encoder.forward is a {type(slide_encoder.forward).__name__}: its forward was replaced; call "
                 "use_ring before any other function that does so."
@@ -126,7 +125,7 @@ def use_ring(slide_encoder: nn.Module, attention: RingDilatedAttention, *, const
         torchscale.check_attention(attention, pattern, encoder, "the slide encoder")
         _check_same_forward(slide_encoder)
     agree_on_parameters(attention.ring, slide_encoder, "slide_encoder")
-    if _is_on_ring(slide_encoder):
+    if is_on_ring(slide_encoder, _SlideEncoder):
         remove_ring(slide_encoder)
     torchscale.put_layers_on_ring(encoder, attention, _ENCODER_ALONE, constant_mixing=constant_mixing)
     slide_encoder.forward = _SlideEncoder(slide_encoder).forward
@@ -267,13 +266,9 @@ _ENCODER_ALONE = (
 )
 
 
-def _is_on_ring(slide_encoder: nn.Module) -> bool:
-    return torchscale.is_on_ring(slide_encoder, _SlideEncoder)
-
-
 def _on_ring(slide_encoder: nn.Module) -> _SlideEncoder:
     """What replaces the forward of a slide encoder on a ring."""
-    if not _is_on_ring(slide_encoder):
+    if not is_on_ring(slide_encoder, _SlideEncoder):
         raise ValueError(
             f"slide_encoder = {type(slide_encoder).__name__}: not a slide encoder on a ring; call use_ring, or give "
             "one that it was called with."

@@ -51,10 +51,7 @@ def pattern_of(model: nn.Module) -> DilatedPattern:
         ValueError: it contains several with different patterns. Give one of them.
         AdapterUnavailableError: this release of torchscale has changed a part that a ring needs. The message names it.
     """
-    patterns = {}
-    for name, part in _parts_of(model).items():
-        check_layers_of_release(part, name, "torchscale")
-        patterns[name] = pattern_of_args(part)
+    patterns = {name: pattern_of_part(part, name, "torchscale") for name, part in _parts_of(model).items()}
     if len({*patterns.values()}) > 1:
         listed = "; ".join(f"{name} has {pattern}" for name, pattern in patterns.items())
         raise ValueError(f"model = {type(model).__name__} has several patterns; give one module at a time: {listed}.")
@@ -689,18 +686,12 @@ def check_type(attention: object) -> None:
         raise TypeError(f"attention = {type(attention).__name__}: expected a RingDilatedAttention of an adapter.")
 
 
-def pattern_of_args(encoder: Any) -> DilatedPattern:
-    """The pattern of an encoder or decoder of torchscale."""
-    args = encoder.args
-    return DilatedPattern.torchscale([int(w) for w in args.segment_length], [int(r) for r in args.dilated_ratio])
-
-
 def other_release(change: str, library: str) -> AdapterUnavailableError:
     return AdapterUnavailableError(f"{change}; use a release that docs/{library}.md lists.")
 
 
-def check_layers_of_release(encoder: Any, name: str, library: str) -> None:
-    """Check that an encoder or decoder has what a ring needs, and nothing in its attention that a ring does not know.
+def pattern_of_part(encoder: Any, name: str, library: str) -> DilatedPattern:
+    """The pattern of an encoder or decoder, which has what a ring needs, and no other modules in its attention.
 
     Args:
         name: the encoder's name in error messages.
@@ -719,6 +710,8 @@ def check_layers_of_release(encoder: Any, name: str, library: str) -> None:
             if child not in _CHILDREN:
                 what = f"{name}.layers[{index}].self_attn.{child}: a module that a ring does not know"
                 raise other_release(what, library)
+    args = encoder.args
+    return DilatedPattern.torchscale([int(w) for w in args.segment_length], [int(r) for r in args.dilated_ratio])
 
 
 def check_release(
