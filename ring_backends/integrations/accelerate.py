@@ -88,19 +88,11 @@ def attach(
 
 
 def make_attention(
-    segment_lengths: Sequence[int | None] | None,
-    dilation_rates: Sequence[int] | None,
-    ring: Ring,
-    options: dict[str, Any],
+    segment_lengths: Any, dilation_rates: Any, ring: Ring, options: dict[str, Any]
 ) -> native.RingDilatedAttention:
     """The attention of these arguments of :func:`attach`; full attention without a pattern."""
     if segment_lengths is None and dilation_rates is None:
         segment_lengths, dilation_rates = [None], [1]
-    if segment_lengths is None or dilation_rates is None:
-        raise ValueError(
-            f"segment_lengths = {segment_lengths}, dilation_rates = {dilation_rates}: give both; or neither, and every "
-            "layer computes the model's own attention."
-        )
     return native.RingDilatedAttention(segment_lengths, dilation_rates, ring=ring, **options)
 
 
