@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -136,21 +135,6 @@ def modules_in_backward(loss: Tensor) -> list[str]:
     return [name or "the whole model" for name in dict.fromkeys(found)]
 
 
-@contextlib.contextmanager
-def hooks_disabled(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Disable the hooks that users registered on these tensors by ``register_hook``."""
-    purpose = "a step that disables hooks of parameters"
-    found = (internal(parameter, "_backward_hooks", purpose) for parameter in parameters)
-    hooks = [(own, dict(own)) for own in found if own]
-    for own, _ in hooks:
-        own.clear()
-    try:
-        yield
-    finally:
-        for own, all_of_them in hooks:
-            own.update(all_of_them)
-
-
 class UnusedParameters:
     """Tells a reducer that waits for every parameter which parameters a backward has not used.
 
@@ -177,10 +161,20 @@ class UnusedParameters:
     def end(self) -> None:
         """Call this after the backward. It runs the reducer's hooks of unused parameters without a gradient."""
         unused = [parameter for index, parameter in enumerate(self._parameters) if index not in self._reached]
-        if unused:
-            is_sparse = [id(parameter) in self._sparse for parameter in unused]
-            with hooks_disabled(unused):
-                _NoGradient.apply(is_sparse, *unused).backward()  # type: ignore[no-untyped-call]
+        if not unused:
+            return
+        is_sparse = [id(parameter) in self._sparse for parameter in unused]
+        # Without the hooks that users registered on these tensors by ``register_hook``.
+        purpose = "a step that disables hooks of parameters"
+        hooks = [internal(parameter, "_backward_hooks", purpose) or {} for parameter in unused]
+        kept = [dict(own) for own in hooks]
+        for own in hooks:
+            own.clear()
+        try:
+            _NoGradient.apply(is_sparse, *unused).backward()  # type: ignore[no-untyped-call]
+        finally:
+            for own, of_users in zip(hooks, kept, strict=True):
+                own.update(of_users)
 
 
 class _NoGradient(torch.autograd.Function):
