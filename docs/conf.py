@@ -72,7 +72,8 @@ _SHORT = {
     *_LITERALS.split(),
 }
 _INTERNAL = (
-    *("joining.Initialize", "longnet.model._Model", "ring.agreement.Agreement", "testing.capabilities.Test"),
+    *("joining.AnyInitialize", "joining.Initialize"),
+    *("longnet.model._Model", "ring.agreement.Agreement", "testing.capabilities.Test"),
     *("testing.world.Test", "testing.calls.LocalCall", "testing.rings.RingSpec", "testing.strategies.AttentionCase"),
     *("ring.stream_hops.Headers", "ring.stream_hops.StreamHop"),
     *("schedule.branch.BranchSchedule", "schedule.travel.Travel", "schedule.pattern.Positions"),

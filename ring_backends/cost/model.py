@@ -9,7 +9,7 @@ Memory, bytes and FLOPs are counted. Seconds are estimated by this model. Its co
   ``copy_bytes_per_second``.
 - A rank takes at least ``tile_seconds`` per tile, which is the host's time to launch it.
 - The time of a rank's hops is the number of hops times the latency, plus the bytes sent or received, whichever are
-  more, divided by the bandwidth. Each message of a spread branch adds ``MESSAGE_COST`` of a latency.
+  more, divided by the bandwidth. Each message of a branch on a tree adds ``MESSAGE_COST`` of a latency.
 - A hop is posted before the tiles of the previous step. The share ``overlap`` of the hop overlaps with these tiles. No
   hop overlaps with the tiles of the last step. The last hop of dK and dV overlaps with no tile.
 - A call takes as long as its slowest rank.
@@ -147,10 +147,10 @@ class RingCost:
         their own.
         """
         travel, row = self._travel(backward=True), self.batch * self.head_dim
-        around = 6 * travel.max_rows_in_flight * row * (self.itemsize + self._statistics_itemsize)
+        of_chains = 6 * travel.max_rows_in_flight * row * (self.itemsize + self._statistics_itemsize)
         share = self._limits.communication_share * float(self.tensor_bytes.max())
         smallest = 3 * self._limits.min_hop_bytes * (1 + self._statistics_itemsize / self.itemsize)
-        return min(around, math.ceil(max(share, smallest))) + travel.tree_rows * row * self.itemsize
+        return min(of_chains, math.ceil(max(share, smallest))) + travel.tree_rows * row * self.itemsize
 
     def _cuts(self, *, backward: bool) -> tuple[int, int]:
         sizes = {"batch": self.batch, "head_dim": self.head_dim, "itemsize": self.itemsize}
@@ -220,7 +220,7 @@ class RingCost:
 
     @cached_property
     def busiest(self) -> list[int]:
-        """The ranks that may be the slowest: those with the most visible pairs, and the most rows sent or received."""
+        """The ranks that may be the slowest, with the most visible pairs, or the most rows sent or received."""
         counts = self.schedule.pairs, self._travel(backward=True).key_rows_sent, self.schedule.rows_received
         return sorted({int(count.argmax()) for count in counts})
 
