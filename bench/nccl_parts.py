@@ -31,7 +31,7 @@ from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import FP64_TOLERANCE, LocalCall, Results, difference, local_call, new_attention
 from ring_backends.testing.failing_calls import ODD_RANK, SMALL_CASE, ending
 from ring_backends.testing.faults import inject
-from ring_backends.testing.fine_cuts import every_branch_spread
+from ring_backends.testing.fine_cuts import every_branch_on_trees
 from ring_backends.testing.models import DenseAttention, make_model
 from ring_backends.testing.rings import LAYOUTS, TWO_OF_TWO
 from ring_backends.testing.strategies import AttentionCase, attention_cases
@@ -226,14 +226,14 @@ def drawn_cases(number: int) -> list[AttentionCase]:
 
 @contextlib.contextmanager
 def routes(name: str) -> Iterator[None]:
-    """Let the rows of all branches go around, or spread the rows of all branches."""
+    """Let the rows of all branches travel along chains, or along trees."""
     share = mock.patch.object(travel, "TREE_SHARE", 0.0)
-    with every_branch_spread() if name == "spread" else share:
+    with every_branch_on_trees() if name == "trees" else share:
         yield
 
 
 def random_calls(gpu: Gpu) -> str:
-    """Calls in both layouts, around and spread, against the dense reference in fp64."""
+    """Calls in both layouts, along chains and along trees, against the dense reference in fp64."""
     errors = dict.fromkeys(("out", "lse", "grad_query", "grad_key", "grad_value"), 0.0)
     counts, missing = {}, []
     for adapter in ADAPTERS:
@@ -242,7 +242,7 @@ def random_calls(gpu: Gpu) -> str:
         except NotRunError:
             missing.append(adapter)
             continue
-        ways = [(layout, route) for route in ("around", "spread") for layout in LAYOUTS]
+        ways = [(layout, route) for route in ("chains", "trees") for layout in LAYOUTS]
         calls = [(case, *way) for case in MARKED for way in ways]
         calls += [(case, *ways[index % 4]) for index, case in enumerate(drawn_cases(8))]
         for case, layout, route in calls:
@@ -347,7 +347,7 @@ def stopped_at_first_contact(gpu: Gpu) -> str:
 
     if ring.rank == ODD_RANK:
         mock.patch.object(ring.agreement, "begin", begin_and_stop).start()
-    with every_branch_spread(0.0):
+    with every_branch_on_trees(0.0):
         ended = ending(call_and_wait, ring, call)
     ended.check(RingPeerError, within=gpu.timeout + A_MOMENT)
     check_alive(gpu)

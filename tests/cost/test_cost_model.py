@@ -30,7 +30,7 @@ from ring_backends.schedule.planner import rank_plan
 from ring_backends.schedule.rank_plan import Message
 from ring_backends.schedule.rows import DilatedRows
 from ring_backends.schedule.trees import MESSAGE_COST
-from ring_backends.testing.fine_cuts import every_branch_spread
+from ring_backends.testing.fine_cuts import every_branch_on_trees
 from ring_backends.testing.strategies import AttentionCase, attention_cases, in_parts
 
 PLAIN = Hardware(
@@ -131,10 +131,10 @@ def num_rows(messages: Iterable[Message]) -> int:
 
 @settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @given(case=attention_cases(max_n=120), ring_size=st.integers(2, 9), kind=st.sampled_from(["contiguous", "zigzag"]))
-def test_bytes_of_spread_branches_between_hosts(case: AttentionCase, ring_size: int, kind: Any) -> None:
-    """Spread rows cross between hosts once for each rank that needs them from another host. So do dK and dV."""
+def test_bytes_of_branches_on_trees_between_hosts(case: AttentionCase, ring_size: int, kind: Any) -> None:
+    """Rows on trees cross between hosts once for each rank that needs them from another host. So do dK and dV."""
     hosts = [rank // 2 for rank in range(ring_size)]
-    with every_branch_spread():
+    with every_branch_on_trees():
         schedule = case.schedule(ring_size, kind)
         crossing = 0
         for rank in range(ring_size):
@@ -212,7 +212,7 @@ def test_a_rank_takes_at_least_the_time_in_which_its_host_launches_tiles() -> No
 def test_seconds_of_a_sparse_branch_by_hand() -> None:
     """A rank sends its rows to three others in one hop. In backward, dK and dV come home in one hop more."""
     hardware = replace(PLAIN, bytes_per_second=1e30, forward_flops_per_second=1e30, backward_flops_per_second=1e30)
-    with every_branch_spread():
+    with every_branch_on_trees():
         cost = cost_of(SequenceLayout(64, 4), ([64], [8]), (1,), 1, 4, 4)
         for backward in (False, True):
             seconds = (1 + backward) * (1 + 3 * MESSAGE_COST) * hardware.latency_seconds

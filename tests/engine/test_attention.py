@@ -21,7 +21,7 @@ from ring_backends.kernels.steps import split_scale
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.testing.calls import Results, expected, largest, local_call, whole
-from ring_backends.testing.fine_cuts import every_branch_spread, fine_cuts
+from ring_backends.testing.fine_cuts import every_branch_on_trees, fine_cuts
 from ring_backends.testing.marks import THOROUGH, matrix_but
 from ring_backends.testing.rings import LAYOUTS
 from ring_backends.testing.strategies import AttentionCase, attention_cases, in_parts
@@ -102,30 +102,30 @@ def check_rounds_like(got: Results, case: AttentionCase, *others: Results) -> No
     cut=st.booleans(),
     message_cost=st.sampled_from([None, 0.0, None, 0.3, 5.0]),
 )
-def test_fine_cuts_and_spread_branches_equal_the_reference(part, case, ring_size, layout, cut, message_cost):
-    spread = contextlib.nullcontext() if message_cost is None else every_branch_spread(message_cost)
-    with fine_cuts() if cut or message_cost is None else contextlib.nullcontext(), spread:
+def test_fine_cuts_and_trees_equal_the_reference(part, case, ring_size, layout, cut, message_cost):
+    trees = contextlib.nullcontext() if message_cost is None else every_branch_on_trees(message_cost)
+    with fine_cuts() if cut or message_cost is None else contextlib.nullcontext(), trees:
         actual, rings = thread_ring_results(case, ring_size, layout)
         check_exact(actual, expected(case))
         check_bytes(case, rings)
 
 
 @THOROUGH
-@pytest.mark.parametrize(("cut", "spread"), [(True, False), (True, True)])
+@pytest.mark.parametrize(("cut", "on_trees"), [(True, False), (True, True)])
 @settings(max_examples=5, deadline=None)
 @given(
     case=attention_cases(dtypes=[torch.float32, torch.bfloat16], max_n=60),
     ring_size=st.sampled_from([1, 2, 3, 4, 5]),
     layout=layouts,
 )
-def test_fine_cuts_and_spread_branches_round_like_others(case, ring_size, layout, cut, spread):
+def test_fine_cuts_and_trees_round_like_others(case, ring_size, layout, cut, on_trees):
     others = [thread_ring_results(case, ring_size, layout)[0]]
-    if spread:
+    if on_trees:
         # One device has tiles with as many keys. The kernel rounds the LSE of such tiles more than that of small ones.
         others.append(single_device_results(case))
     with (
         fine_cuts() if cut else contextlib.nullcontext(),
-        every_branch_spread() if spread else contextlib.nullcontext(),
+        every_branch_on_trees() if on_trees else contextlib.nullcontext(),
     ):
         actual, _ = thread_ring_results(case, ring_size, layout)
     check_rounds_like(actual, case, *others)

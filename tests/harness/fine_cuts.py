@@ -1,4 +1,4 @@
-"""Split the heads, hops and tiles of small tensors like those of large ones, and spread branches."""
+"""Split the heads, hops and tiles of small tensors like those of large ones, and put branches on trees."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def fine_cuts(min_bytes: int = 16) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def every_branch_spread(message_cost: float = trees.MESSAGE_COST) -> Iterator[None]:
-    """Spread the rows of all branches within this context, as if they were sparse.
+def every_branch_on_trees(message_cost: float = trees.MESSAGE_COST) -> Iterator[None]:
+    """Let the rows of all branches travel along trees within this context, as if they were sparse.
 
     Args:
         message_cost: the larger it is, the more hops with fewer messages are made.

@@ -23,7 +23,7 @@ from ring_backends.ring.calls import Configuration
 from ring_backends.ring.members import CONNECT
 from ring_backends.ring.transfer import Transfer
 from ring_backends.schedule.trees import MESSAGE_COST
-from ring_backends.testing.fine_cuts import every_branch_spread
+from ring_backends.testing.fine_cuts import every_branch_on_trees
 from ring_backends.testing.marks import MORE_CASES
 from ring_backends.testing.thread_ring import ThreadRing, ThreadRingDilatedAttention, run_in_threads
 
@@ -80,7 +80,7 @@ def run(size: int, part: Part, *, connected: bool = True, **options: Any) -> lis
 
 
 def attention(ring: RecordedRing, *, is_causal: bool = False, backward: bool = True, gradients: bool = True) -> None:
-    """Call attention with a dense branch across the ring, and a sparse one whose rows are spread.
+    """Call attention with a dense branch across the ring, and a sparse one whose rows travel along a tree.
 
     Args:
         backward: whether the call needs gradients.
@@ -126,11 +126,11 @@ def test_attention_connects_its_ranks_before_the_first_hop(size: int, message_co
         attention(ring.with_layout("contiguous"), is_causal=True, backward=False)
         assert ring.messages() == ring.connected  # all layouts share them
 
-    with every_branch_spread(message_cost):
+    with every_branch_on_trees(message_cost):
         rings = run(size, calls, layout=layout)
     check_ends(rings)
     numbers = {len(ring.connected or ()) for ring in rings}
-    if message_cost == 0:  # a spread hop has a message for every other rank
+    if message_cost == 0:  # a hop of a tree has a message for every other rank
         assert numbers == {2 * (size - 1)}
     elif size == 16:
         assert max(numbers) < 2 * (size - 1)
@@ -166,9 +166,9 @@ def test_unshard_and_pool_connect_neighbours_only(seq_len: int, layout: Any) -> 
     rings = run(size, calls, layout=layout)
     check_ends(rings)
     for ring in rings:
-        around = {((ring.rank - 1) % size, ring.rank), (ring.rank, (ring.rank + 1) % size)}
-        assert ring.connected == ring.messages() == around
-        assert sum(map(len, ring.connections())) == len(around)  # each once
+        neighbours = {((ring.rank - 1) % size, ring.rank), (ring.rank, (ring.rank + 1) % size)}
+        assert ring.connected == ring.messages() == neighbours
+        assert sum(map(len, ring.connections())) == len(neighbours)  # each once
 
 
 @pytest.mark.usefixtures("over_nccl")

@@ -26,7 +26,7 @@ from ring_backends.schedule.planner import rank_plan
 from ring_backends.schedule.rank_plan import Hop, Message, Parcel, RankPlan, Step
 from ring_backends.schedule.rows import DilatedRows
 from ring_backends.schedule.tiling import max_tile_bytes
-from ring_backends.testing.fine_cuts import every_branch_spread, fine_cuts
+from ring_backends.testing.fine_cuts import every_branch_on_trees, fine_cuts
 from ring_backends.testing.marks import THOROUGH
 from ring_backends.testing.reference import reference_counts
 from ring_backends.testing.strategies import AttentionCase, attention_cases, in_parts
@@ -186,9 +186,9 @@ def test_fine_cuts_change_only_the_number_of_hops(part: int, case: AttentionCase
 @in_parts(4)
 @settings(max_examples=5, deadline=None)
 @given(case=CASES, ring_size=RING_SIZES, layout=LAYOUTS, message_cost=st.sampled_from([0.0, 0.3, 5.0]))
-def test_spread_branches(part: int, case: AttentionCase, ring_size: int, layout: str, message_cost: float) -> None:
-    """All branches are spread, in one hop or in several."""
-    with every_branch_spread(message_cost):
+def test_branches_on_trees(part: int, case: AttentionCase, ring_size: int, layout: str, message_cost: float) -> None:
+    """The rows of all branches travel along trees, in one hop or in several."""
+    with every_branch_on_trees(message_cost):
         schedule = case.schedule(ring_size, layout)
         assert schedule.travel(itemsize=4, backward=True).num_steps == 0
         check_plans(schedule, case)
