@@ -292,7 +292,7 @@ def look_up(
     if call is not None:
         if inputs.score_mod is not None:
             _check_score_mod(inputs, call.layout)  # what it captures may have changed
-        return (cast_inputs(inputs) if torch.is_autocast_enabled(inputs.query.device.type) else inputs), call
+        return (inputs if _autocast_dtype(inputs.query.device.type) is None else cast_inputs(inputs)), call
     inputs, call = check_call(inputs, pattern, ring, scale, kernel)
     if ring.size > 1 and not has_values(inputs.query):
         raise ValueError(

@@ -35,6 +35,13 @@ def check(query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -
         assert (x.grad.shape, x.grad.dtype, x.grad.device) == (x.shape, x.dtype, x.device)
 
 
+def test_a_second_call_is_looked_up() -> None:
+    """Device "meta" has no autocast to ask for."""
+    for _ in range(2):
+        rows = tensors("meta", torch.float32)
+        check(*rows, *dilated_attention(*rows, [64, 256], [1, 4], return_lse=True))
+
+
 DTYPES = {"key_padding_mask": torch.bool, "document_ids": torch.int64}
 MODES: dict[str, Any] = {"meta": nullcontext, "cpu": FakeTensorMode}
 
