@@ -47,8 +47,6 @@ KERNELS = {"flash": "aten_cuda_flash", "auto": "auto", "triton_dilated": "triton
 ATTENTION = {
     "_scaled_dot_product_flash_attention": 1,
     "_scaled_dot_product_flash_attention_backward": 3,  # rowsum(dO ∘ O); dQ, dK and dV; dQ from fp32
-    "_flash_attention_forward": 1,  # with a window
-    "_flash_attention_backward": 3,
     "_scaled_dot_product_cudnn_attention": 2,  # a fill of a counter, and the kernel
     "_scaled_dot_product_cudnn_attention_backward": 6,  # the same 4, and with grouped heads 2 sums
 }
@@ -142,11 +140,10 @@ class LaunchCounter(TorchDispatchMode):
             self.count(name, _bytes_moved(func, args, kwargs, result), LAUNCHES.get(name, 1))
             return result
         self.count(name, 0, ATTENTION[name])
-        if name.endswith("flash_attention_backward"):
+        if name == "_scaled_dot_product_flash_attention_backward":
             # aten makes grad_out and out [B, S, H, D] contiguous (torch's attention_backward.cu and flash_api.cpp).
             for x in (args[0], args[4]):
-                x = x.transpose(1, 2) if name.startswith("_scaled") else x
-                if not x.is_contiguous():
+                if not x.transpose(1, 2).is_contiguous():
                     self.count("contiguous in flash's backward", 2 * _size(x))
         return result
 
@@ -241,8 +238,7 @@ def on_a_hopper_gpu() -> Iterator[None]:
 
     with (
         mock.patch.multiple(engine_call, select_kernel=select_kernel, kernels_of_call=of_gpu),
-        mock.patch("ring_backends.attention.has_values", return_value=True),
-        mock.patch.object(torch, "is_autocast_enabled", return_value=False),  # it refuses the device "meta"
+        mock.patch.object(engine_call, "has_values", return_value=True),  # a ring refuses tensors without
     ):
         engine_call.forget_calls()
         yield
