@@ -19,6 +19,7 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -103,6 +104,8 @@ def limited_link(rate: str) -> Iterator[list[str]]:
         if shutil.which(command) is None:
             raise NoNamespacesError(f"the command {command} is not installed; install iproute2.")
     names = [f"ring{os.getpid()}-{end}" for end in range(2)]
+    # Without a handler, SIGTERM would end this process without the clean-up below.
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit("hidden-hops: terminated."))
     try:
         for name in names:
             _run(f"ip netns add {name}")
@@ -118,6 +121,7 @@ def limited_link(rate: str) -> Iterator[list[str]]:
     finally:
         for name in names:  # this also deletes both ends of the link
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=30, check=False)
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _run(command: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
@@ -119,6 +120,8 @@ def test_hidden_hops_cleans_up_its_namespaces(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(slow_link, "TIMEOUT", 120.0)
     try:
         rows = [*slow_link.hidden_hops("20mbit", 1, SHRINK)]
+        with pytest.raises(SystemExit, match="terminated"), slow_link.limited_link("20mbit"):
+            os.kill(os.getpid(), signal.SIGTERM)
     except slow_link.NoNamespacesError as error:
         pytest.skip(str(error))
     left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=30).stdout
