@@ -24,9 +24,7 @@ SECONDS: list[float] = []
 @pytest.mark.parametrize("contestant", [ONE_DEVICE, *ADAPTERS])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.benchmark(timer=lambda: sum(SECONDS))
-def test_call(
-    worlds: Worlds, benchmark: Any, pytestconfig: pytest.Config, direction: Direction, contestant: str
-) -> None:
+def test_call(worlds: Worlds, benchmark: Any, pytestconfig: Any, direction: Direction, contestant: str) -> None:
     if contestant in ADAPTERS and (reason := available_adapters()[contestant]):
         pytest.skip(reason)
     case = CASE.but(contestant=contestant, ring_size=2 if contestant in ADAPTERS else 1)

@@ -13,9 +13,6 @@ DENSE_RING, ALL_GATHER = "dense ring", "all-gather"
 SYNCHRONOUS = "native, synchronous hops"
 ADAPTERS = ("native", "fsdp", "deepspeed", "fairscale")
 
-Branches = tuple[tuple[int, int], ...]
-"""(segment length, dilation rate) of each branch."""
-
 
 @dataclass(frozen=True)
 class Case:
@@ -26,6 +23,7 @@ class Case:
         seq_len: length of the global sequence.
         ring_size: number of ranks. Each rank is a process with one thread.
         dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or ``"fp64"``.
+        branches: (segment length, dilation rate) of each branch.
         window: the window of every branch, in tokens. None: there is none.
         score_mod: a function of :mod:`ring_backends.score_mods`: "softcap", "alibi" or "distance". None: there is none.
         dropout_p: the probability that an attention weight is dropped.
@@ -35,7 +33,7 @@ class Case:
     contestant: str
     seq_len: int
     ring_size: int = 1
-    branches: Branches = ((2048, 1), (4096, 2), (8192, 4))
+    branches: tuple[tuple[int, int], ...] = ((2048, 1), (4096, 2), (8192, 4))
     dtype: str = "fp32"
     layout: LayoutKind = "contiguous"
     causal: bool = True

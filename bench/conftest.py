@@ -12,5 +12,5 @@ pytest_plugins = ["ring_backends.testing.plugin"]  # defines the markers
 
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Worlds]:
-    with Worlds(fresh_for_memory=False) as ranks:
+    with Worlds() as ranks:
         yield ranks

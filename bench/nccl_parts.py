@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -71,26 +71,16 @@ class Cuda:
     def __init__(self) -> None:
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(self.device)
+        self.synchronize, self.reset_peak = torch.cuda.synchronize, torch.cuda.reset_peak_memory_stats
+        self.allocated_bytes, self.peak_bytes = torch.cuda.memory_allocated, torch.cuda.max_memory_allocated
 
     def put(self, tensor: Tensor) -> Tensor:
         """A copy on the GPU."""
         return tensor.to(self.device)
 
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
-
     def delay(self) -> None:
         """Keep the stream busy for about half a second."""
         torch.cuda._sleep(1_000_000_000)
-
-    def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats()
-
-    def allocated_bytes(self) -> int:
-        return torch.cuda.memory_allocated()
-
-    def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated()
 
     def check(self, ring: Ring) -> None:
         """Check that hops of this GPU's tensors go over NCCL."""
@@ -224,12 +214,9 @@ def drawn_cases(number: int) -> list[AttentionCase]:
     return cases
 
 
-@contextlib.contextmanager
-def routes(name: str) -> Iterator[None]:
+def routes(name: str) -> contextlib.AbstractContextManager[Any]:
     """Let the rows of all branches travel along chains, or along trees."""
-    share = mock.patch.object(travel, "TREE_SHARE", 0.0)
-    with every_branch_on_trees() if name == "trees" else share:
-        yield
+    return every_branch_on_trees() if name == "trees" else mock.patch.object(travel, "TREE_SHARE", 0.0)
 
 
 def random_calls(gpu: Gpu) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import gc
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -34,15 +35,10 @@ _WARM_UP_TOKENS = 64  # per rank
 
 
 class Worlds(contextlib.ExitStack):
-    """Holds one set of ranks for each adapter and ring size, and starts it at its first use. It ends them at exit.
+    """Holds one set of ranks for each adapter and ring size, and starts it at its first use. It ends them at exit."""
 
-    Args:
-        fresh_for_memory: whether to start new ranks to measure memory.
-    """
-
-    def __init__(self, *, fresh_for_memory: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.fresh_for_memory = fresh_for_memory
         self._worlds: dict[tuple[str, int], World] = {}
 
     def of(self, case: Case) -> World:
@@ -81,11 +77,10 @@ class Worlds(contextlib.ExitStack):
 
     def peak_memory(self, case: Case) -> dict[str, list[int]]:
         """Measure the peak memory of forward and backward with the inputs, and that of the wire buffers, by rank."""
-        if self.fresh_for_memory:  # an earlier case may have left memory in the heap
-            with World(case.ring_size, call_timeout=TIMEOUT) as world:
-                ranks = world.run(peak_memory, case)
-        else:
-            ranks = self.of(case).run(peak_memory, case)
+        with World(
+            case.ring_size, call_timeout=TIMEOUT
+        ) as world:  # others may have memory of earlier cases in the heap
+            ranks = world.run(peak_memory, case)
         return {f"{name}_bytes": [found[name] for found in ranks] for name in ("peak", "buffers")}
 
     def forget(self) -> None:
@@ -110,12 +105,7 @@ def timed(case: Case, direction: Direction) -> dict[str, Any]:
         return out if direction == "forward" else (out, call.backward(out))
 
     seconds = start(run)()
-    return {
-        "seconds": seconds,
-        "wait_seconds": traffic.wait_seconds,
-        "messages": traffic.messages,
-        "bytes": traffic.bytes,
-    }
+    return {"seconds": seconds, **dataclasses.asdict(traffic)}
 
 
 def peak_memory(case: Case) -> dict[str, int]:

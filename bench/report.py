@@ -112,7 +112,6 @@ def machine() -> Row:
             "name": properties.name,
             "memory_bytes": properties.total_memory,
             "compute_capability": f"{properties.major}.{properties.minor}",
-            "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
         }
     return found

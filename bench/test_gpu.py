@@ -118,10 +118,3 @@ def test_only_warnings_of_synchronizations_count(monkeypatch: pytest.MonkeyPatch
     (where,) = gpu.sync_warnings(call)
     assert __file__ in where
     assert modes == ["warn", "default"]
-
-
-def test_without_a_gpu_a_part_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    shown = CliRunner().invoke(gpu.app, ["ring"])
-    assert shown.exit_code == 2
-    assert "torch finds no GPU" in shown.output
