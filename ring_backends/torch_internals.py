@@ -9,7 +9,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -91,8 +91,12 @@ _NO_SPAN = contextlib.nullcontext()
 
 def span(name: str) -> contextlib.AbstractContextManager[object]:
     """Shows what is computed within it to torch.profiler, if that is running."""
-    is_running = internal(torch._C._autograd, "_profiler_enabled", "a span of the profiler")()
-    return record_function(name) if is_running else _NO_SPAN
+    return record_function(name) if _is_profiling()() else _NO_SPAN
+
+
+@cache
+def _is_profiling() -> Callable[[], bool]:
+    return cast(Callable[[], bool], internal(torch._C._autograd, "_profiler_enabled", "a span of the profiler"))
 
 
 def untraced(function: Callable[P, Result]) -> Callable[P, Result]:

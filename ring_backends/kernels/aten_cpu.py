@@ -45,7 +45,7 @@ class AtenCpuFlashKernel(PerTileKernel):
             *readable(tile.tensors, tile.query.dtype),
             0.0,
             tile.is_causal,
-            attn_mask=key_bias(tile.key_mask, tile.query),
+            attn_mask=None if tile.key_mask is None else key_bias(tile.key_mask, tile.query),
             scale=tile.scale,
         )
         if not (all_finite(out) if out.dtype.itemsize >= 4 else all_finite(out, lse)):
@@ -65,7 +65,7 @@ class AtenCpuFlashKernel(PerTileKernel):
             lse,
             0.0,
             tile.is_causal,
-            attn_mask=key_bias(tile.key_mask, converted[1]),
+            attn_mask=None if tile.key_mask is None else key_bias(tile.key_mask, converted[1]),
             scale=tile.scale,
         )
         return grads if all_finite(*grads) else blockwise.backward(tile, grad_out, out, lse)
@@ -95,10 +95,8 @@ def readable(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     ]
 
 
-def key_bias(key_mask: Tensor | None, query: Tensor) -> Tensor | None:
+def key_bias(key_mask: Tensor, query: Tensor) -> Tensor:
     """Convert the mask [B, Hk, Sk] to a bias [B, Hq, 1, Sk], since the operator does not support bool masks."""
-    if key_mask is None:
-        return None
     mask = expand_heads(key_mask, query.shape[1]).unsqueeze(2)
     return query.new_zeros(mask.shape).masked_fill_(mask, -torch.inf)
 
@@ -107,8 +105,8 @@ def all_finite(*tensors: Tensor) -> bool:
     """Whether no element is NaN or infinite. The tensors are summed, so a sum that overflows counts as infinite."""
     if not has_values(tensors[0]):
         return True
-    # Sums of fp16 overflow. With another dtype than its own, torch copies a tensor before it sums it.
-    total, *others = [x.sum(dtype=torch.float32) if x.dtype == torch.float16 else x.sum() for x in tensors]
-    for other in others:
-        total = total + other
-    return math.isfinite(total.item())
+    total = 0.0
+    for x in tensors:
+        # Sums of fp16 overflow. With another dtype than its own, torch copies a tensor before it sums it.
+        total += (x.sum(dtype=torch.float32) if x.dtype == torch.float16 else x.sum()).item()
+    return math.isfinite(total)

@@ -11,7 +11,7 @@ Tensors are [batch, seq, heads, …]; gathered rows are [batch * segments, heads
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -47,52 +47,33 @@ class Rows(NamedTuple):
     values: Tensor
 
 
-class _Layout(NamedTuple):
-    """Sizes, strides, storage offset relative to the tensor's own, and number of elements of a view."""
+class _View(NamedTuple):
+    """Size and strides of a view, and its storage offset relative to the tensor's own."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    numel: int
-
-    @property
-    def has_gaps(self) -> bool:
-        """Whether the rows of a head do not lie one after another. The view is [batch * segments, heads, rows, …]."""
-        step = 1
-        for size, stride in zip(self.size[:1:-1], self.stride[:1:-1], strict=True):
-            if size != 1 and stride != step:
-                return True
-            step *= size
-        return False
-
-    def of(self, tensor: Tensor) -> Tensor:
-        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
 
-class _RowLayouts(NamedTuple):
+class _RowViews(NamedTuple):
     """The views of rows of tensors with one shape and strides.
 
     Attributes:
         runs: for each run its heads, and a view [batch, segments, outer, inner, rows, …].
         whole: a view of all heads, [batch * segments, heads, rows, …]; None if the strides do not allow one.
+        numel: number of elements of the rows.
+        has_gaps: whether the rows of a head do not lie one after another in ``whole``.
     """
 
-    runs: tuple[tuple[slice, _Layout], ...]
-    whole: _Layout | None
+    runs: tuple[tuple[slice, _View], ...]
+    whole: _View | None
+    numel: int
+    has_gaps: bool
 
 
-def _layouts(tensor: Tensor, rows: DilatedRows) -> _RowLayouts:
-    shape, stride = tensor.shape, tensor.stride()
-    try:
-        return rows.views[shape, stride]  # type: ignore[return-value]
-    except KeyError:
-        if len(rows.views) >= MAX_LAYOUTS:
-            rows.views.clear()
-        found = rows.views[shape, stride] = _work_out(shape, stride, rows)
-        return found
-
-
-def _work_out(shape: Sequence[int], strides: Sequence[int], rows: DilatedRows) -> _RowLayouts:
+def _work_out(tensor: Tensor, rows: DilatedRows) -> _RowViews:
+    """Work out the views of a tensor's rows, and keep them with the rows."""
+    shape, strides = tensor.shape, tensor.stride()
     batch, _, _, *rest = shape
     batch_stride, seq_stride, head_stride, *rest_strides = strides
     segment_stride, runs, first_head = rows.segment_stride * seq_stride, [], 0
@@ -104,16 +85,22 @@ def _work_out(shape: Sequence[int], strides: Sequence[int], rows: DilatedRows) -
         size = batch, rows.segments, run.outer, run.inner, rows.rows, *rest
         stride = batch_stride, segment_stride, outer_stride, inner_stride, rows.rate * seq_stride, *rest_strides
         offset = (rows.start + run.phase) * seq_stride + run.head * head_stride
-        layout = _Layout(size, stride, offset, math.prod(size))
-        runs.append((slice(first_head, first_head + run.num_heads), layout))
+        runs.append((slice(first_head, first_head + run.num_heads), _View(size, stride, offset)))
         first_head += run.num_heads
     whole = None
     if len(runs) == 1:
-        (_, (size, stride, offset, numel)), *_ = runs
+        (_, (size, stride, offset)), *_ = runs
         groups, heads = (_merged(size[dim : dim + 2], stride[dim : dim + 2]) for dim in (0, 2))
         if groups is not None and heads is not None:
-            whole = _Layout((groups[0], heads[0], *size[4:]), (groups[1], heads[1], *stride[4:]), offset, numel)
-    return _RowLayouts(tuple(runs), whole)
+            whole = _View((groups[0], heads[0], *size[4:]), (groups[1], heads[1], *stride[4:]), offset)
+    step, has_gaps = 1, False
+    for num, distance in zip((rows.rows, *rest)[::-1], (rows.rate * seq_stride, *rest_strides)[::-1], strict=True):
+        has_gaps |= num != 1 and distance != step
+        step *= num
+    if len(rows.views) >= MAX_LAYOUTS:
+        rows.views.clear()
+    found = rows.views[shape, strides] = _RowViews(tuple(runs), whole, batch * rows.size * math.prod(rest), has_gaps)
+    return found
 
 
 def _merged(size: Sequence[int], stride: Sequence[int]) -> tuple[int, int] | None:
@@ -123,9 +110,10 @@ def _merged(size: Sequence[int], stride: Sequence[int]) -> tuple[int, int] | Non
     return (size[0] * size[1], stride[1]) if stride[0] == size[1] * stride[1] else None
 
 
-def views(tensor: Tensor, rows: DilatedRows) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (heads, view) for each run. The view of ``tensor`` is [batch, segments, outer, inner, rows, …]."""
-    return ((heads, layout.of(tensor)) for heads, layout in _layouts(tensor, rows).runs)
+def views(tensor: Tensor, rows: DilatedRows) -> list[tuple[slice, Tensor]]:
+    """(heads, view) of each run. The view of ``tensor`` is [batch, segments, outer, inner, rows, …]."""
+    found, first = rows.views.get((tensor.shape, tensor.stride())) or _work_out(tensor, rows), tensor.storage_offset()
+    return [(heads, tensor.as_strided(size, stride, first + offset)) for heads, (size, stride, offset) in found.runs]
 
 
 def gathered_shape(tensor: Tensor, rows: DilatedRows) -> tuple[int, ...]:
@@ -169,17 +157,15 @@ def row_view(tensor: Tensor, rows: DilatedRows, max_bytes: int | None = None) ->
     Returns None if the tensor's strides do not allow one, or if the rows have more than ``max_bytes`` bytes and those
     of a head do not lie one after another.
     """
-    whole = _layouts(tensor, rows).whole
-    if whole is None:
+    _, whole, numel, has_gaps = rows.views.get((tensor.shape, tensor.stride())) or _work_out(tensor, rows)
+    if whole is None or (max_bytes is not None and has_gaps and numel * tensor.itemsize > max_bytes):
         return None
-    if max_bytes is not None and whole.numel * tensor.itemsize > max_bytes and whole.has_gaps:
-        return None
-    return whole.of(tensor)
+    return tensor.as_strided(whole.size, whole.stride, tensor.storage_offset() + whole.offset)
 
 
 def gather_many(parts: Sequence[Rows]) -> None:
     """Copy the rows of several tensors into their ``values``: on CUDA devices in one launch, if Triton is installed."""
-    _move([(part, GATHER) for part in parts])
+    _move(gathered=parts)
 
 
 class RowMemory:
@@ -208,7 +194,7 @@ class RowMemory:
 
 def scatter(tensor: Tensor, rows: DilatedRows, values: Tensor) -> None:
     """Copy ``values``, [batch * segments, heads, rows, …], into the rows of ``tensor``."""
-    scatter_many([Rows(tensor, rows, values)])
+    _move(stored=[Rows(tensor, rows, values)])
 
 
 def scatter_many(stored: Sequence[Rows] = (), added: Sequence[Rows] = ()) -> None:
@@ -216,7 +202,7 @@ def scatter_many(stored: Sequence[Rows] = (), added: Sequence[Rows] = ()) -> Non
 
     No two of them may write the same row of a tensor.
     """
-    _move([*((part, STORE) for part in stored), *((part, ADD) for part in added)])
+    _move(stored=stored, added=added)
 
 
 def merge_rows(
@@ -241,7 +227,7 @@ def add_rows(parts: Sequence[Rows]) -> None:
     No two parts may hold the same row of a tensor. Unlike elsewhere, ``values`` are not gathered. They are in the same
     places of a tensor [batch, seq, heads, …].
     """
-    _move([(part, ADD) for part in parts], same_rows=True)
+    _move(added=parts, same_rows=True)
 
 
 def fill_rows(parts: Sequence[tuple[Tensor, DilatedRows]], value: float) -> None:
@@ -278,42 +264,46 @@ def whole(values: Tensor, rows: DilatedRows, shape: Sequence[int]) -> Tensor | N
     return values.as_strided(shape, (shape[1] * heads * width, heads * width, width, 1))
 
 
-def _move(moves: Sequence[tuple[Rows, int]], *, same_rows: bool = False) -> None:
+def _move(
+    gathered: Sequence[Rows] = (), stored: Sequence[Rows] = (), added: Sequence[Rows] = (), *, same_rows: bool = False
+) -> None:
     """Gather, store or add rows. With ``same_rows``, values are in the same rows of another tensor, not gathered."""
-    if all(can_launch(part.tensor, part.values) for part, _ in moves):
-        _launch_moves(moves, same_rows=same_rows)
+    parts = [*gathered, *stored, *added]
+    if parts and can_launch(*[tensor for part in parts for tensor in (part.tensor, part.values)]):
+        moves = [GATHER] * len(gathered) + [STORE] * len(stored) + [ADD] * len(added)
+        _launch_moves([*zip(parts, moves, strict=True)], same_rows=same_rows)
         return
-    for part, move in moves:
+    for part in gathered:
         for view, values in _paired(*part, same_rows):
-            if move == GATHER:
-                values.copy_(view)
-            elif move == STORE:
-                view.copy_(values)
-            else:
-                view.add_(values)
+            values.copy_(view)
+    for part in stored:
+        for view, values in _paired(*part, same_rows):
+            view.copy_(values)
+    for part in added:
+        for view, values in _paired(*part, same_rows):
+            view.add_(values)
 
 
-def _paired(tensor: Tensor, rows: DilatedRows, values: Tensor, same_rows: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs of a view of the tensor's rows, and a view of the same rows of ``values``, of the same shape.
+def _paired(tensor: Tensor, rows: DilatedRows, values: Tensor, same_rows: bool) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of a view of the tensor's rows, and a view of the same rows of ``values``, of the same shape.
 
     On the CPU, many dilated rows are split, so that the same rows of all heads are copied before further rows. These
     rows lie on the same pages of memory.
     """
     if same_rows:
-        for (_, view), (_, other) in zip(views(tensor, rows), views(values, rows), strict=True):
-            yield view, other
-        return
-    runs, whole = _layouts(tensor, rows)
+        both = zip(views(tensor, rows), views(values, rows), strict=True)
+        return [(view, other) for (_, view), (_, other) in both]
     is_split = rows.rate > 1 and rows.rows > ROWS_AT_ONCE and tensor.device.type == "cpu"
-    if whole is not None and not is_split:
-        yield whole.of(tensor), values
-        return
+    whole = None if is_split else row_view(tensor, rows)
+    if whole is not None:
+        return [(whole, values)]
     values = values.unflatten(0, (values.shape[0] // rows.segments, rows.segments))
     at_once = ROWS_AT_ONCE if is_split else rows.rows
-    for heads, layout in runs:
-        view = layout.of(tensor)
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for heads, view in views(tensor, rows):
         part = values[:, :, heads].unflatten(2, view.shape[2:4])
-        yield from zip(view.split(at_once, 4), part.split(at_once, 4), strict=True)
+        pairs += zip(view.split(at_once, 4), part.split(at_once, 4), strict=True)
+    return pairs
 
 
 # --- in Triton --------------------------------------------------------------------------------------------------------

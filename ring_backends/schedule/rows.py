@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class DilatedRows:
         return self.segments * self.num_heads * self.rows
 
     @cached_property
-    def views(self) -> dict[object, object]:
+    def views(self) -> dict[Any, Any]:
         """What kernels work out about these rows of a tensor, by its shape and strides."""
         return {}
 
