@@ -18,10 +18,10 @@ from torch import Tensor
 from ring_backends.engine.call import AttentionInputs, check_call, local_rows
 from ring_backends.engine.operators import execute
 from ring_backends.engine.sums import BlockGrads, BlockOut, Result
-from ring_backends.engine.wire_buffers import RowFormat, WireBuffer, wire_layout
-from ring_backends.kernels.base import StepKernels
+from ring_backends.engine.wire_buffers import RowFormat, WireBuffer
+from ring_backends.kernels.base import by_kernel
 from ring_backends.kernels.merge import statistics_dtype
-from ring_backends.kernels.rows import Rows, gather_many, scatter_many
+from ring_backends.kernels.rows import RowMemory, Rows, gather_many, scatter_many
 from ring_backends.kernels.steps import SavedRows, StepRows
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.pattern import DilatedPattern
@@ -46,13 +46,12 @@ class _Contributions(WireBuffer):
         offered = used | {(index, parcel.key): parcel for index, parcel in _starting_at(plans[rank])}
         size = _contribution_bytes(row_format, plans)
         self.of_ranks = torch.zeros(len(plans), size, dtype=torch.uint8, device=device)
-        self.buffer, self.layout = self.of_ranks.flatten(), {}
+        self.buffer, self.starts = self.of_ranks.flatten(), {}
         for source, plan in enumerate(plans):
             offset = source * size
             for index, parcel in _starting_at(plan):
                 if (index, parcel.key) in offered:
-                    begins = wire_layout(row_format, (parcel,))[parcel]
-                    self.layout[offered[index, parcel.key]] = tuple(offset + begin for begin in begins)
+                    self.starts[offered[index, parcel.key]] = offset
                 offset += row_format.buffer_bytes([parcel])
 
 
@@ -89,12 +88,13 @@ class AllGatherExecutor:
         query = inputs.query
         dtype = statistics_dtype(query.dtype)
         out, lse = Result(query), query.new_full(query.shape[:3], -math.inf, dtype=dtype)
-        rows, kernels = local_rows(self.call, inputs), StepKernels(self.call.kernel, self.call.in_place)
+        rows, memory = local_rows(self.call, inputs), RowMemory()
         collected = self._collect(rows, self.forward_plans)
         for block in self.forward_plans[self.ring.rank].blocks:
             here, block_out = rows.block(block), BlockOut(out, lse, block)
             for step in block.steps:
-                kernels.forward_step(step.all_tiles, here, collected, block_out)
+                for kernel, tiles in by_kernel(step.all_tiles, self.call.kernel, self.call.in_place):
+                    kernel.forward_step(tiles, here, collected, block_out, memory)
             block_out.finish()
         return out.tensor, lse, 0, inputs
 
@@ -105,13 +105,14 @@ class AllGatherExecutor:
         query, key, value = inputs.query, inputs.key, inputs.value
         dtype = statistics_dtype(query.dtype)
         grads = Result(query), Result(key, dtype=dtype), Result(value, dtype=dtype)
-        rows, kernels = local_rows(self.call, inputs), StepKernels(self.call.kernel, self.call.in_place)
+        rows, memory = local_rows(self.call, inputs), RowMemory()
         collected, saved = self._collect(rows, self.backward_plans), SavedRows(out, lse, grad_out)
         remote = _Contributions(self._formats(key)[1], self.backward_plans, self.ring.rank, key.device)
         for block in self.backward_plans[self.ring.rank].blocks:
             here, its_saved, block_grads = rows.block(block), saved.block(block), BlockGrads(*grads, block)
             for step in block.steps:
-                kernels.backward_step(step.all_tiles, here, collected, its_saved, block_grads, remote)
+                for kernel, tiles in by_kernel(step.all_tiles, self.call.kernel, self.call.in_place):
+                    kernel.backward_step(tiles, here, collected, its_saved, block_grads, remote, memory)
             block_grads.finish()
         del collected  # frees memory for the buffers of the reduce-scatter
         grad_query, grad_key, grad_value = (grad.tensor for grad in grads)
@@ -124,7 +125,7 @@ class AllGatherExecutor:
         collected = _Contributions(self._formats(rows.key)[0], plans, rank, rows.key.device)
         for index, parcel in _starting_at(plan):
             here = rows.block(plan.blocks[index])
-            key, value, _ = collected.slices(parcel)
+            key, value = collected.slices(parcel)
             gather_many([Rows(here.key, parcel.source, key), Rows(here.value, parcel.source, value)])
         if collected.buffer.numel():
             # all_gather takes a list. The name of the function that takes one tensor depends on the torch release.
@@ -142,7 +143,7 @@ class AllGatherExecutor:
         for index, parcel in _starting_at(plan):
             heads, values = plan.blocks[index].kv_heads, remote.slices(parcel)
             grads = grad_key[:, :, heads], grad_value[:, :, heads]
-            scatter_many(added=[Rows(x, parcel.source, y) for x, y in zip(grads, values[:2], strict=True)])
+            scatter_many(added=[Rows(x, parcel.source, y) for x, y in zip(grads, values, strict=True)])
 
     def _formats(self, key: Tensor) -> tuple[RowFormat, RowFormat]:
         """Return the row formats of K and V, and of dK and dV."""

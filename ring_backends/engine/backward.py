@@ -5,14 +5,17 @@ Every tile uses the out and LSE of the softmax over all keys, so the gradients o
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from ring_backends.engine.call import AttentionCall, AttentionInputs, local_rows
 from ring_backends.engine.sums import BlockGrads, Result
-from ring_backends.engine.wire import ArrivingKeys, Hops, ReturningGrads, report_failure
-from ring_backends.kernels.base import StepKernels
+from ring_backends.engine.wire import ArrivingKeys, Hops, ReturningGrads, key_format, report_failure
+from ring_backends.kernels.base import by_kernel
 from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.kernels.rows import RowMemory
 from ring_backends.kernels.steps import Grads, SavedRows, split_scale
 
 
@@ -24,28 +27,33 @@ def backward(
         plan = call.plan(inputs, backward=True)
         grads = Result(inputs.query), Result(inputs.key), Result(inputs.value)
         rows = local_rows(call, inputs)
-        kernels = StepKernels(call.kernel, call.in_place)
-        saved = SavedRows(out, lse, grad_out)
+        saved, memory = SavedRows(out, lse, grad_out), RowMemory()
         sum_dtype = wire_dtype = statistics_dtype(inputs.key.dtype)
         if inputs.key.dtype == torch.bfloat16 and call.grad_wire_dtype is not None:
             wire_dtype = call.grad_wire_dtype
-        dtypes = {"sum_dtype": sum_dtype, "wire_dtype": wire_dtype}
-        arriving = [ArrivingKeys(plan, delivery, rows, hops) for delivery in plan.deliveries]
-        returning = [ReturningGrads(plan, delivery, rows, hops, **dtypes) for delivery in plan.deliveries]
+        keys_format, device = key_format(rows), rows.key.device
+        formats = {
+            "sums": replace(keys_format, dtype=sum_dtype, marks=None),
+            "on_wire": replace(keys_format, dtype=wire_dtype, marks=None),
+        }
+        arriving = [ArrivingKeys(plan, delivery, rows, keys_format, hops) for delivery in plan.deliveries]
+        returning = [ReturningGrads(plan, delivery, hops, device, **formats) for delivery in plan.deliveries]
         computed: BlockGrads | None = None  # the block before, if some of its dK and dV are still on their way
         for index, (block, step) in enumerate(plan.steps):
             arrived = [keys.advance(index) for keys in arriving]
             if step is block.steps[0]:
                 here, its_saved, block_grads = rows.block(block), saved.block(block), BlockGrads(*grads, block)
             for of_delivery, parcels, key_grads in zip(step.tiles, arrived, returning, strict=True):
-                kernels.backward_step(of_delivery, here, parcels, its_saved, block_grads, key_grads.of_step(index))
+                passed_on = key_grads.of_step(index)
+                for kernel, tiles in by_kernel(of_delivery, call.kernel, call.in_place):
+                    kernel.backward_step(tiles, here, parcels, its_saved, block_grads, passed_on, memory)
             del arrived, parcels  # frees the received buffers, as in forward()
             for key_grads in returning:
                 key_grads.advance(index, block_grads)
             if computed is not None:
                 computed.finish()
             computed = block_grads if step is block.steps[-1] else None
-            if computed is not None and not any(key_grads.is_waiting for key_grads in returning):
+            if computed is not None and not any(key_grads.going_home for key_grads in returning):
                 computed.finish()
                 computed = None
         for index in range(len(plan.steps), max(len(delivery.grads) for delivery in plan.deliveries)):
@@ -55,9 +63,10 @@ def backward(
             key_grads.settle()
         if computed is not None:
             computed.finish()
+        results = Grads(*[result.tensor for result in grads])
         for key_grads in returning:
-            key_grads.finish(Grads(*(result.tensor for result in grads)))
+            key_grads.finish(results)
         sign, _ = split_scale(call.scale)
         if sign != 1:  # the query of the rows is the input times the sign
-            grads[0].tensor.mul_(sign)
-        return grads[0].tensor, grads[1].tensor, grads[2].tensor
+            results.query.mul_(sign)
+        return results

@@ -6,9 +6,10 @@ from torch import Tensor
 
 from ring_backends.engine.call import AttentionCall, AttentionInputs, local_rows
 from ring_backends.engine.sums import BlockOut, Result
-from ring_backends.engine.wire import ArrivingKeys, Hops, report_failure
-from ring_backends.kernels.base import StepKernels
+from ring_backends.engine.wire import ArrivingKeys, Hops, key_format, report_failure
+from ring_backends.kernels.base import by_kernel
 from ring_backends.kernels.merge import merge_zero_value_, statistics_dtype
+from ring_backends.kernels.rows import RowMemory
 
 
 def forward(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> tuple[Tensor, Tensor]:
@@ -23,14 +24,15 @@ def forward(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> 
         out = Result(query, width=inputs.value.shape[3])
         lse = query.new_empty(query.shape[:3], dtype=statistics_dtype(query.dtype))
         rows = local_rows(call, inputs)
-        kernels = StepKernels(call.kernel, call.in_place)
-        arriving = [ArrivingKeys(plan, delivery, rows, hops) for delivery in plan.deliveries]
+        row_format, memory = key_format(rows), RowMemory()
+        arriving = [ArrivingKeys(plan, delivery, rows, row_format, hops) for delivery in plan.deliveries]
         for index, (block, step) in enumerate(plan.steps):
             arrived = [keys.advance(index) for keys in arriving]
             if step is block.steps[0]:
                 here, block_out = rows.block(block), BlockOut(out, lse, block)
             for of_delivery, parcels in zip(step.tiles, arrived, strict=True):
-                kernels.forward_step(of_delivery, here, parcels, block_out)
+                for kernel, tiles in by_kernel(of_delivery, call.kernel, call.in_place):
+                    kernel.forward_step(tiles, here, parcels, block_out, memory)
             for phantom in step.phantoms:
                 block_out.merge_phantom(phantom)
             del arrived, parcels  # so that at most two received buffers exist when the next hop is posted

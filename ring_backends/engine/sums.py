@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,19 +76,18 @@ class BlockOut:
     @property
     def sums(self) -> Merged:
         if self._sums is None:
-            self._sums = self._new_sums()
+            block, (out, lse) = self.block, self.results
+            if block.others:
+                lse = torch.full_like(lse, -math.inf)
+            elif not block.roles.is_opened:
+                lse.fill_(-math.inf)
+            self._sums = Merged(_sums(out, block, "queries"), lse)
         return self._sums
-
-    def _new_sums(self) -> Merged:
-        results, block = self.results, self.block
-        lse = torch.full_like(results.lse, -math.inf) if block.others else results.lse
-        if not block.roles.is_opened:
-            lse.fill_(-math.inf)
-        return Merged(_sums(results.out, block, [branch.queries for branch in block.others]), lse)
 
     def of(self, tile: Tile) -> Merged:
         """What the result of a tile is merged into."""
-        return self.sums if self.block.roles.has_sums(tile.branch) else self.results
+        roles = self.block.roles
+        return self.results if tile.branch == roles.base or tile.branch in roles.merged else self.sums
 
     def merge_tile(self, tile: Tile, tile_out: Tensor, tile_lse: Tensor) -> None:
         if tile.branch == self.block.roles.base:
@@ -127,23 +126,20 @@ class BlockGrads:
     @property
     def results(self) -> Grads:
         if self.block.has_all_heads:
-            return Grads(*(result.tensor for result, _ in self._results))
-        return Grads(*(result.tensor[:, :, heads] for result, heads in self._results))
+            return Grads(*[result.tensor for result, _ in self._results])
+        return Grads(*[result.tensor[:, :, heads] for result, heads in self._results])
 
     @property
     def sums(self) -> Grads:
         if self._sums is None:
-            self._sums = self._new_sums()
+            block, (query, key, value) = self.block, self.results
+            self._sums = Grads(_sums(query, block, "queries"), _sums(key, block, "keys"), _sums(value, block, "keys"))
         return self._sums
-
-    def _new_sums(self) -> Grads:
-        sides = [branch.queries for branch in self.block.others], [branch.keys for branch in self.block.others]
-        rows = sides[0], sides[1], sides[1]
-        return Grads(*(_sums(result, self.block, of) for result, of in zip(self.results, rows, strict=True)))
 
     def of(self, tile: Tile) -> Grads:
         """What the gradients of a tile are added to."""
-        return self.sums if self.block.roles.has_sums(tile.branch) else self.results
+        roles = self.block.roles
+        return self.results if tile.branch == roles.base or tile.branch in roles.merged else self.sums
 
     def add_tile(self, tile: Tile, tile_grads: Sequence[Tensor], parcels: PackedParcels | None) -> None:
         """Add the gradients of a tile. Those of keys from another rank are added to the buffer of their parcel."""
@@ -153,18 +149,17 @@ class BlockGrads:
             for (result, heads), of_result, grad in zip(self._results, rows, tile_grads, strict=True):
                 result.store(heads, of_result, grad)
             return
-        grad_query, grad_key, grad_value = tile_grads
-        into = self.of(tile)
-        queries = [Rows(into.query, tile.queries, grad_query)]
-        keys = []
+        (grad_query, grad_key, grad_value), into = tile_grads, self.of(tile)
+        stored: list[Rows] = []
+        added: list[Rows] = []
+        (stored if tile.opens_queries else added).append(Rows(into.query, tile.queries, grad_query))
         if isinstance(tile.keys, DilatedRows):
-            keys = [Rows(into.key, tile.keys, grad_key), Rows(into.value, tile.keys, grad_value)]
+            of_keys = stored if tile.opens_keys else added
+            of_keys += Rows(into.key, tile.keys, grad_key), Rows(into.value, tile.keys, grad_value)
         else:
             assert parcels is not None
             parcels.add(tile.keys, grad_key, grad_value)
-        both = (queries, tile.opens_queries), (keys, tile.opens_keys)
-        stored = [part for parts, opens in both for part in parts if opens]
-        scatter_many(stored, [part for parts, opens in both for part in parts if not opens])
+        scatter_many(stored, added)
 
     def finish(self) -> None:
         """Add the sums to the results."""
@@ -184,16 +179,12 @@ class BlockGrads:
                     result.copy_(sums)
 
 
-def _sums(result: Tensor, block: HeadBlock, others: Sequence[tuple[DilatedRows, ...]]) -> Tensor:
-    """The sums of a result: the result itself if possible, else new memory. Rows that no tile opens begin with 0.
-
-    Args:
-        others: the rows of each of ``block.others``. Tiles open those of the first.
-    """
+def _sums(result: Tensor, block: HeadBlock, side: Literal["queries", "keys"]) -> Tensor:
+    """The sums of a result: the result itself if possible, else new memory. Rows that no tile opens begin with 0."""
     dtype = statistics_dtype(result.dtype)
-    is_separate = bool(block.others) or result.dtype != dtype
-    sums = torch.empty_like(result, dtype=dtype) if is_separate else result
+    sums = torch.empty_like(result, dtype=dtype) if block.others or result.dtype != dtype else result
     if not block.roles.is_opened:
         return sums.zero_()
-    fill_rows([(sums, rows) for side in others[1:] for rows in side], 0.0)
+    if len(block.others) > 1:  # tiles open the rows of the first
+        fill_rows([(sums, rows) for branch in block.others[1:] for rows in getattr(branch, side)], 0.0)
     return sums

@@ -6,14 +6,14 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ring_backends.engine.sums import BlockGrads
-from ring_backends.engine.wire_buffers import RowFormat, WireBuffer, parcels_of
+from ring_backends.engine.wire_buffers import RowFormat, WireBuffer, parcels_of, payload_bytes
 from ring_backends.kernels.rows import Rows, gather_many, scatter_many
 from ring_backends.kernels.steps import Grads, StepRows
 from ring_backends.ring.agreement import Agreement
@@ -99,7 +99,7 @@ class Hops:
         except Exception as error:
             self.agreement.fail(self.call, description, error)
         self.traffic.messages += len(outgoing)
-        self.traffic.bytes += sum(row_format.payload_bytes(message.parcels) for message in hop.sends)
+        self.traffic.bytes += payload_bytes(row_format, hop.sends)
         return posted
 
     def abandon(self) -> None:
@@ -108,19 +108,16 @@ class Hops:
             self.posted.pop().transfer.abandon()
 
 
-def report_failure(hops: Hops | None) -> contextlib.AbstractContextManager[None]:
-    """After an exception on this rank, abandon the hops that are posted, and report it to the other ranks."""
-    return contextlib.nullcontext() if hops is None else _report_failure(hops)
-
-
 @contextlib.contextmanager
-def _report_failure(hops: Hops) -> Iterator[None]:
-    with hops.agreement.report_errors(hops.call):
-        try:
-            yield
-        except BaseException:
+def report_failure(hops: Hops | None) -> Iterator[None]:
+    """After an exception on this rank, abandon the hops that are posted, and report it to the other ranks."""
+    try:
+        yield
+    except BaseException as error:
+        if hops is not None:
             hops.abandon()
-            raise
+            hops.agreement.report_error(hops.call.direction, error)
+        raise
 
 
 class ArrivingKeys:
@@ -128,61 +125,59 @@ class ArrivingKeys:
 
     Args:
         rows: this rank's rows of all heads.
+        row_format: the format of K, V and their marks.
         hops: posts the hops; None if the delivery has none.
     """
 
-    def __init__(self, plan: RankPlan, delivery: Delivery, rows: StepRows, hops: Hops | None) -> None:
-        self._plan, self._delivery, self._rows, self._hops = plan, delivery, rows, hops
-        self._format = key_format(rows)
+    def __init__(
+        self, plan: RankPlan, delivery: Delivery, rows: StepRows, row_format: RowFormat, hops: Hops | None
+    ) -> None:
+        self._plan, self._delivery, self._rows, self._format, self._hops = plan, delivery, rows, row_format, hops
         self._buffer: WireBuffer | None = None
         self._posted: PostedHop | None = None
 
     def advance(self, step: int) -> WireBuffer | None:
         """Wait for the hop that arrives before ``step``, and post the next one. Return the parcels that are here."""
+        delivery, here = self._delivery, self._buffer
         if self._posted is not None:
             self._posted.wait()
             self._posted = None  # frees the buffer that it sent
-        here = self._buffer
-        if step + 1 < len(self._delivery.keys):
+        if step + 1 < len(delivery.keys):
             self._post(step + 1)
-        if self._delivery.is_kept and step == self._delivery.last_step:
+        if delivery.is_kept and step == delivery.last_step:
             self._buffer = None
         return here
 
     def _post(self, step: int) -> None:
         """Post the hop that ``step`` waits for: parcels that have arrived, or this rank's own rows."""
-        hop, here, is_kept = self._delivery.keys[step], self._buffer, self._delivery.is_kept
-        if not hop:
-            self._buffer = here if is_kept else None
+        hop, outgoing, is_kept = self._delivery.keys[step], self._buffer, self._delivery.is_kept
+        if not (hop.sends or hop.receives):
+            self._buffer = outgoing if is_kept else None
             return
-        outgoing = here
-        if outgoing is None or not all(parcel in outgoing for message in hop.sends for parcel in message.parcels):
-            outgoing = self._own(step, hop)
-        self._buffer = outgoing if is_kept else self._new_buffer(parcels_of(hop.receives))
+        sent, arriving = parcels_of(hop.sends), parcels_of(hop.receives)
+        if outgoing is None or not outgoing.starts.keys() >= {*sent}:
+            outgoing = self._own(step, sent)
+        self._buffer = outgoing if is_kept else WireBuffer(self._format, arriving, self._rows.key.device)
         buffers = outgoing.by_peer(hop.sends), self._buffer.by_peer(hop.receives)
         assert self._hops is not None
         self._posted = self._hops.post(step, hop, *buffers, self._format, is_kept=is_kept)
 
-    def _own(self, step: int, hop: Hop) -> WireBuffer:
+    def _own(self, step: int, sent: tuple[Parcel, ...]) -> WireBuffer:
         """A buffer with this rank's own rows. If parcels are kept, it has room for all that arrive."""
-        if self._delivery.is_kept:
-            rows, own, arriving = self._rows, self._delivery.own, self._delivery.received
-        else:
-            rows, own, arriving = self._rows.block(self._plan.steps[step][0]), parcels_of(hop.sends), ()
-        buffer = self._new_buffer(tuple(dict.fromkeys((*own, *arriving))))
-        tensors = rows.key, rows.value, rows.key_marks
-        gather_many(
-            [
-                Rows(tensor, parcel.source, destination)
-                for parcel in dict.fromkeys(own)
-                for destination, tensor in zip(buffer.slices(parcel), tensors, strict=True)
-                if destination is not None and tensor is not None
-            ]
-        )
+        rows, own, arriving = self._rows, self._delivery.own, self._delivery.received
+        if not self._delivery.is_kept:
+            rows, own, arriving = rows.block(self._plan.steps[step][0]), sent, ()
+        own = tuple(dict.fromkeys(own))
+        buffer = WireBuffer(self._format, tuple(dict.fromkeys((*own, *arriving))), rows.key.device)
+        tensors = [rows.key, rows.value]
+        if rows.key_marks is not None:
+            tensors.append(rows.key_marks)
+        gathered: list[Rows] = []
+        for parcel in own:
+            places = zip(tensors, buffer.slices(parcel), strict=True)
+            gathered += [Rows(tensor, parcel.source, place) for tensor, place in places]
+        gather_many(gathered)
         return buffer
-
-    def _new_buffer(self, parcels: tuple[Parcel, ...]) -> WireBuffer:
-        return WireBuffer(self._format, parcels, self._rows.key.device)
 
 
 class _GoingHome(NamedTuple):
@@ -195,44 +190,38 @@ class ReturningGrads:
     """dK and dV of the parcels of one delivery, on their way home.
 
     Args:
-        rows: this rank's rows of all heads.
         hops: posts the hops; None if the delivery has none.
-        sum_dtype: the dtype in which dK and dV are added.
-        wire_dtype: the dtype in which they travel.
+        sums: the format in which dK and dV are added.
+        on_wire: the format in which they travel.
+
+    Attributes:
+        going_home: the hop that is on its way, with the buffers of dK and dV that it brings; None if there is none.
     """
 
     def __init__(
         self,
         plan: RankPlan,
         delivery: Delivery,
-        rows: StepRows,
         hops: Hops | None,
+        device: torch.device,
         *,
-        sum_dtype: torch.dtype,
-        wire_dtype: torch.dtype,
+        sums: RowFormat,
+        on_wire: RowFormat,
     ) -> None:
-        self._delivery, self._hops, self._device = delivery, hops, rows.key.device
-        self._sum_format, self._wire_format = grad_format(rows, sum_dtype), grad_format(rows, wire_dtype)
+        self._delivery, self._hops, self._device, self._sums, self._on_wire = delivery, hops, device, sums, on_wire
         self._buffer = self._new_sums(delivery.received) if delivery.is_kept else None
-        self._going_home: _GoingHome | None = None
+        self.going_home: _GoingHome | None = None
         self._spans_blocks = delivery.is_kept and len(plan.blocks) > 1
         self._own: dict[Parcel, list[Tensor]] = {}
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether dK and dV are on their way to this rank."""
-        return self._going_home is not None
-
     def of_step(self, step: int) -> WireBuffer | None:
         """The buffer for dK and dV of the parcels that the tiles of ``step`` read; None without parcels."""
-        if not self._delivery.is_kept:
-            self._buffer = (
-                self._new_sums(parcels_of(self._delivery.grads[step].sends)) if self._delivery.grads else None
-            )
+        if not self._delivery.is_kept and self._delivery.grads:
+            self._buffer = self._new_sums(parcels_of(self._delivery.grads[step].sends))
         return self._buffer
 
     def _new_sums(self, parcels: tuple[Parcel, ...]) -> WireBuffer | None:
-        return WireBuffer(self._sum_format, parcels, self._device, zeroed=True) if parcels else None
+        return WireBuffer(self._sums, parcels, self._device, zeroed=True) if parcels else None
 
     def advance(self, step: int, grads: BlockGrads) -> None:
         """After the tiles of ``step``: add what comes from further on to what is sent next, and post the next hop.
@@ -240,41 +229,44 @@ class ReturningGrads:
         Args:
             grads: the gradients of the step's block of heads. What comes home in this hop is added to its sums.
         """
-        self.settle()
-        hop = self._delivery.grads[step] if step < len(self._delivery.grads) else None
-        if not hop:
+        if self.going_home is not None:
+            self.settle()
+        if step >= len(self._delivery.grads):
             return
-        outgoing = {}
+        hop = self._delivery.grads[step]
+        if not (hop.sends or hop.receives):
+            return
+        outgoing, incoming, arriving = {}, {}, []
         if self._buffer is not None:
-            outgoing = self._buffer.to(self._wire_format.dtype, parcels_of(hop.sends)).by_peer(hop.sends)
-        arriving = {x.peer: WireBuffer(self._wire_format, x.parcels, self._device) for x in hop.receives}
-        incoming = {peer: buffer.buffer for peer, buffer in arriving.items()}
+            outgoing = self._buffer.to(self._on_wire.dtype, parcels_of(hop.sends)).by_peer(hop.sends)
+        for message in hop.receives:
+            arriving.append(WireBuffer(self._on_wire, message.parcels, self._device))
+            incoming[message.peer] = arriving[-1].buffer
         assert self._hops is not None
-        posted = self._hops.post(
-            step, hop, outgoing, incoming, self._wire_format, is_kept=self._delivery.is_kept, grads=True
-        )
-        self._going_home = _GoingHome(posted, [*arriving.values()], grads)
+        is_kept = self._delivery.is_kept
+        posted = self._hops.post(step, hop, outgoing, incoming, self._on_wire, is_kept=is_kept, grads=True)
+        self.going_home = _GoingHome(posted, arriving, grads)
 
     def settle(self) -> None:
         """Wait for the hop that is on its way. Add what it brings to the parcels that are sent next, or to own rows."""
-        if self._going_home is None:
+        if self.going_home is None:
             return
-        posted, buffers, grads = self._going_home
-        self._going_home = None
+        posted, buffers, grads = self.going_home
+        self.going_home = None
         posted.wait()
         for buffer in buffers:
             own: defaultdict[int, list[Rows]] = defaultdict(list)
             passing: list[tuple[Tensor, Tensor]] = []
             for parcel in buffer.parcels:
-                arrived = buffer.slices(parcel)[:2]
-                if self._buffer is not None and parcel in self._buffer:
-                    passing += zip(self._buffer.slices(parcel)[:2], arrived, strict=True)
+                arrived = buffer.slices(parcel)
+                if self._buffer is not None and parcel in self._buffer.starts:
+                    passing += zip(self._buffer.slices(parcel), arrived, strict=True)
                 elif not self._spans_blocks:
                     own[parcel.branch] += home(grads.sums, parcel, arrived)
                 elif parcel in self._own:
                     passing += zip(self._own[parcel], arrived, strict=True)
                 else:
-                    self._own[parcel] = [grad.to(self._sum_format.dtype, copy=True) for grad in arrived]
+                    self._own[parcel] = [grad.to(self._sums.dtype, copy=True) for grad in arrived]
             if passing:
                 torch._foreach_add_(*map(list, zip(*passing, strict=True)))
             for parts in own.values():  # parcels of different branches may hold the same rows
@@ -296,8 +288,3 @@ def key_format(rows: StepRows) -> RowFormat:
     """The format of K, V and their marks."""
     marks = None if rows.key_marks is None else rows.key_marks.dtype
     return RowFormat(rows.key.shape[0], rows.key.shape[3], rows.value.shape[3], rows.key.dtype, marks)
-
-
-def grad_format(rows: StepRows, dtype: torch.dtype) -> RowFormat:
-    """The format of dK and dV in another dtype."""
-    return replace(key_format(rows), dtype=dtype, marks=None)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ring_backends.kernels.constants import constant
-from ring_backends.schedule.rank_plan import Message, Parcel, ParcelPart, ParcelRows
+from ring_backends.schedule.rank_plan import Message, Parcel, ParcelRows
 
 ALIGNMENT = 16
 """Every slice of a buffer starts at a multiple of this many bytes."""
@@ -35,30 +36,78 @@ class RowFormat:
     dtype: torch.dtype
     marks: torch.dtype | None = None
 
-    def shapes(self, parcel: Parcel) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        rows = (self.batch, parcel.num_streams, parcel.rows)
-        dims = self.head_dim, self.value_dim
-        slices: list[tuple[tuple[int, ...], torch.dtype]] = [((*rows, dim), self.dtype) for dim in dims]
-        return slices if self.marks is None else [*slices, (rows, self.marks)]
-
-    def payload_bytes(self, parcels: Iterable[Parcel]) -> int:
-        return sum(_num_bytes(shape, dtype) for parcel in parcels for shape, dtype in self.shapes(parcel))
-
     def buffer_bytes(self, parcels: Iterable[Parcel]) -> int:
-        return sum(_aligned(_num_bytes(shape, dtype)) for parcel in parcels for shape, dtype in self.shapes(parcel))
+        return sum(slices_of(self, len(parcel.streams), parcel.rows)[-1].end for parcel in parcels)
+
+
+class Slice(NamedTuple):
+    """One slice of a parcel. Bytes are counted from where the parcel begins.
+
+    Attributes:
+        start, stop: the bytes of the slice.
+        end: where the next slice begins.
+    """
+
+    start: int
+    stop: int
+    end: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 @lru_cache(maxsize=4096)
-def wire_layout(row_format: RowFormat, parcels: tuple[Parcel, ...]) -> dict[Parcel, tuple[int, ...]]:
-    """Where each slice of each parcel begins in a buffer, and then where the parcel ends, in bytes."""
-    offset, offsets = 0, {}
+def slices_of(row_format: RowFormat, streams: int, rows: int) -> tuple[Slice, ...]:
+    """The slices of a parcel of this many streams and rows: K, V and their marks if there are some, or dK and dV."""
+    shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
+        ((row_format.batch, streams, rows, dim), row_format.dtype)
+        for dim in (row_format.head_dim, row_format.value_dim)
+    ]
+    if row_format.marks is not None:
+        shapes.append(((row_format.batch, streams, rows), row_format.marks))
+    slices: list[Slice] = []
+    for shape, dtype in shapes:
+        start = slices[-1].end if slices else 0
+        size = math.prod(shape) * dtype.itemsize
+        slices.append(Slice(start, start + size, start + -(-size // ALIGNMENT) * ALIGNMENT, dtype, shape))
+    return tuple(slices)
+
+
+@lru_cache(maxsize=4096)
+def payload_bytes(row_format: RowFormat, messages: tuple[Message, ...]) -> int:
+    """The bytes of the parcels of some messages, without padding."""
+    return sum(
+        part.stop - part.start
+        for parcel in parcels_of(messages)
+        for part in slices_of(row_format, len(parcel.streams), parcel.rows)
+    )
+
+
+@lru_cache(maxsize=4096)
+def parcels_of(messages: tuple[Message, ...]) -> tuple[Parcel, ...]:
+    return tuple(parcel for message in messages for parcel in message.parcels)
+
+
+@lru_cache(maxsize=4096)
+def wire_layout(row_format: RowFormat, parcels: tuple[Parcel, ...]) -> tuple[dict[Parcel, int], int]:
+    """Where each parcel begins in a buffer, and the size of the buffer, in bytes."""
+    size, starts = 0, {}
     for parcel in parcels:
-        begins = []
-        for shape, dtype in row_format.shapes(parcel):
-            begins.append(offset)
-            offset += _aligned(_num_bytes(shape, dtype))
-        offsets[parcel] = (*begins, offset)
-    return offsets
+        starts[parcel] = size
+        size += row_format.buffer_bytes([parcel])
+    return starts, size
+
+
+@lru_cache(maxsize=4096)
+def _stretches(row_format: RowFormat, held: tuple[Parcel, ...], parcels: tuple[Parcel, ...]) -> list[tuple[int, int]]:
+    """The bytes of some parcels, in order, in a buffer of the parcels ``held``: one stretch if they are adjacent."""
+    starts, _ = wire_layout(row_format, held)
+    found: list[tuple[int, int]] = []
+    for parcel in parcels:
+        start = starts[parcel]
+        if found and found[-1][1] == start:
+            start, _ = found.pop()
+        found.append((start, starts[parcel] + row_format.buffer_bytes([parcel])))
+    return found
 
 
 class WireBuffer:
@@ -68,108 +117,80 @@ class WireBuffer:
         parcels: in the order of the buffer.
 
     Attributes:
-        layout: the result of :func:`wire_layout`.
+        starts: where each parcel begins in the buffer, in bytes.
     """
 
     def __init__(
         self, row_format: RowFormat, parcels: tuple[Parcel, ...], device: torch.device, *, zeroed: bool = False
     ) -> None:
-        self.row_format, self.layout = row_format, wire_layout(row_format, parcels)
+        self.row_format, self.parcels = row_format, parcels
+        self.starts, size = wire_layout(row_format, parcels)
         allocate = torch.zeros if zeroed else torch.empty
-        size = self.layout[parcels[-1]][-1] if parcels else 0
         self.buffer = allocate(size, dtype=torch.uint8, device=device)
-
-    @classmethod
-    def of(
-        cls, row_format: RowFormat, messages: Sequence[Message], device: torch.device, *, zeroed: bool = False
-    ) -> WireBuffer:
-        """A buffer for the parcels of several messages."""
-        return cls(row_format, parcels_of(messages), device, zeroed=zeroed)
-
-    @property
-    def parcels(self) -> Iterable[Parcel]:
-        return self.layout
-
-    def __contains__(self, parcel: Parcel) -> bool:
-        return parcel in self.layout
 
     def slice_offsets(self, parcel: Parcel) -> tuple[int, ...]:
         """Where K, V and the marks of ``parcel`` begin in the buffer, in bytes."""
-        return self.layout[parcel][:-1]
+        start = self.starts[parcel]
+        return tuple(start + part.start for part in slices_of(self.row_format, len(parcel.streams), parcel.rows))
 
-    def slices(self, parcel: Parcel) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return K, V and the marks of ``parcel`` as views of the buffer. Without marks, the third is None."""
-        views = [
-            self.buffer[offset : offset + _num_bytes(shape, dtype)].view(dtype).view(shape)
-            for offset, (shape, dtype) in zip(self.slice_offsets(parcel), self.row_format.shapes(parcel), strict=True)
-        ]
-        return views[0], views[1], None if self.row_format.marks is None else views[2]
-
-    def parts(self, rows: ParcelRows) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-        """Yield K, V and the marks of each part of the rows, [batch, streams, rows, …]: views where possible."""
-        for part in rows.parts:
-            key, value, marks = self.slices(part.parcel)
-            yield of_part(key, part), of_part(value, part), None if marks is None else of_part(marks, part)
+    def slices(self, parcel: Parcel) -> list[Tensor]:
+        """K, V and the marks of ``parcel`` as views of the buffer, or dK and dV. Without marks, there are two."""
+        first, views = self.starts[parcel], []
+        for start, stop, _, dtype, shape in slices_of(self.row_format, len(parcel.streams), parcel.rows):
+            views.append(self.buffer[first + start : first + stop].view(dtype).view(shape))
+        return views
 
     def rows(self, rows: ParcelRows) -> tuple[Tensor, Tensor, Tensor | None]:
         """K, V and the marks of the rows, [batch, streams, rows, …]: views of the buffer if there is one part."""
-        keys, values, marks = zip(*self.parts(rows), strict=True)
-        if len(keys) == 1:
-            return keys[0], values[0], marks[0]
-        return torch.cat(keys, 2), torch.cat(values, 2), None if marks[0] is None else torch.cat(marks, 2)
+        parts = []
+        for part in rows.parts:
+            slices = self.slices(part.parcel)
+            for index, whole in enumerate(slices):
+                its_rows = whole[:, :, part.row_range.start : part.row_range.stop]
+                if part.is_stretch:
+                    slices[index] = its_rows[:, part.streams[0] : part.streams[-1] + 1]
+                else:
+                    slices[index] = its_rows.index_select(1, constant(part.streams, whole))
+            parts.append(slices)
+        key, value, *marks = parts[0] if len(parts) == 1 else [torch.cat(x, 2) for x in zip(*parts, strict=True)]
+        return key, value, marks[0] if marks else None
 
     def add(self, rows: ParcelRows, grad_key: Tensor, grad_value: Tensor) -> None:
         """Add dK and dV, [batch, streams, rows, …], to those of the rows."""
-        sizes = [len(part.row_range) for part in rows.parts]
-        grads = zip(grad_key.split(sizes, 2), grad_value.split(sizes, 2), strict=True)
-        for part, its_grads in zip(rows.parts, grads, strict=True):
-            for whole, grad in zip(self.slices(part.parcel)[:2], its_grads, strict=True):
-                place = whole[:, :, part.row_range.start : part.row_range.stop]
+        first = 0
+        for part in rows.parts:
+            start, stop = part.row_range.start, part.row_range.stop
+            last = first + stop - start
+            for whole, grad in zip(self.slices(part.parcel), (grad_key, grad_value), strict=True):
+                place, its_grad = whole[:, :, start:stop], grad[:, :, first:last]
                 if part.is_stretch:
-                    place[:, part.streams[0] : part.streams[-1] + 1] += grad
+                    place[:, part.streams[0] : part.streams[-1] + 1] += its_grad
                 else:
-                    place.index_add_(1, constant(part.streams, grad), grad.to(place.dtype))
+                    place.index_add_(1, constant(part.streams, grad), its_grad.to(place.dtype))
+            first = last
 
-    def to(self, dtype: torch.dtype, parcels: tuple[Parcel, ...] | None = None) -> WireBuffer:
-        """Return a buffer in ``dtype``: this one if it has it, or a copy of all or some parcels, without marks."""
+    def to(self, dtype: torch.dtype, parcels: tuple[Parcel, ...]) -> WireBuffer:
+        """Return a buffer in ``dtype``: this one if it has it, or a copy of some parcels, which have no marks."""
         if dtype == self.row_format.dtype:
             return self
-        row_format = replace(self.row_format, dtype=dtype, marks=None)
-        converted = WireBuffer(row_format, tuple(self.parcels) if parcels is None else parcels, self.buffer.device)
-        for parcel in converted.parcels:
-            for part, source in zip(converted.slices(parcel)[:2], self.slices(parcel)[:2], strict=True):
+        converted = WireBuffer(replace(self.row_format, dtype=dtype), parcels, self.buffer.device)
+        for parcel in parcels:
+            for part, source in zip(converted.slices(parcel), self.slices(parcel), strict=True):
                 part.copy_(source)
         return converted
 
-    def stretch(self, parcels: Sequence[Parcel]) -> Tensor:
-        """Return a buffer of these parcels in order: a view if they are adjacent in this buffer, else a copy."""
-        ends = [self.layout[parcel][-1] for parcel in parcels]
-        starts = [self.layout[parcel][0] for parcel in parcels]
-        if starts[1:] == ends[:-1]:
-            return self.buffer[starts[0] : ends[-1]]
-        return torch.cat([self.buffer[start:end] for start, end in zip(starts, ends, strict=True)])
-
     def by_peer(self, messages: Sequence[Message]) -> dict[int, Tensor]:
-        """The part of the buffer that holds each message. Messages with the same parcels share a copy of them."""
-        stretches = {message.parcels: self.stretch(message.parcels) for message in messages}
-        return {message.peer: stretches[message.parcels] for message in messages}
+        """The part of the buffer that holds each message: a view if its parcels are adjacent, else a copy.
 
-
-def parcels_of(messages: Iterable[Message]) -> tuple[Parcel, ...]:
-    return tuple(parcel for message in messages for parcel in message.parcels)
-
-
-def of_part(tensor: Tensor, part: ParcelPart) -> Tensor:
-    """The streams and rows of one part of a slice [batch, streams, rows, …]."""
-    rows = tensor[:, :, part.row_range.start : part.row_range.stop]
-    if part.is_stretch:
-        return rows[:, part.streams[0] : part.streams[-1] + 1]
-    return rows.index_select(1, constant(part.streams, tensor))
-
-
-def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    return math.prod(shape) * dtype.itemsize
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+        Messages with the same parcels share a copy of them.
+        """
+        found: dict[tuple[Parcel, ...], Tensor] = {}
+        by_peer = {}
+        for message in messages:
+            if message.parcels not in found:
+                parts = []
+                for start, stop in _stretches(self.row_format, self.parcels, message.parcels):
+                    parts.append(self.buffer[start:stop])
+                found[message.parcels] = parts[0] if len(parts) == 1 else torch.cat(parts)
+            by_peer[message.peer] = found[message.parcels]
+        return by_peer

@@ -8,7 +8,7 @@ kernels compute one tile at a time: :mod:`ring_backends.kernels.per_tile` makes 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar
@@ -207,38 +207,16 @@ class Kernel(ABC):
         """
 
 
-class StepKernels:
-    """Computes the steps of one forward or backward, each tile with the kernel of its branch.
+def by_kernel(
+    tiles: Sequence[Tile], kernel: Kernel, in_place: Mapping[int, Kernel]
+) -> Sequence[tuple[Kernel, Sequence[Tile]]]:
+    """Split the tiles of a step by the kernel that computes them.
 
     Args:
         kernel: computes the tiles.
         in_place: the kernels that compute some branches instead, by the branch's index.
     """
-
-    def __init__(self, kernel: Kernel, in_place: Mapping[int, Kernel]) -> None:
-        self._kernel, self._in_place, self._memory = kernel, in_place, RowMemory()
-
-    def forward_step(self, tiles: Sequence[Tile], rows: StepRows, arrived: PackedParcels | None, out: StepOut) -> None:
-        """As :meth:`Kernel.forward_step`."""
-        for kernel, group in self._groups(tiles):
-            kernel.forward_step(group, rows, arrived, out, self._memory)
-
-    def backward_step(
-        self,
-        tiles: Sequence[Tile],
-        rows: StepRows,
-        arrived: PackedParcels | None,
-        saved: SavedRows,
-        grads: StepGrads,
-        passed_on: PackedParcels | None,
-    ) -> None:
-        """As :meth:`Kernel.backward_step`."""
-        for kernel, group in self._groups(tiles):
-            kernel.backward_step(group, rows, arrived, saved, grads, passed_on, self._memory)
-
-    def _groups(self, tiles: Sequence[Tile]) -> Iterable[tuple[Kernel, Sequence[Tile]]]:
-        """Split the tiles by their kernel."""
-        if not self._in_place:
-            return ((self._kernel, tiles),) if tiles else ()
-        groups = groupby(tiles, key=lambda tile: self._in_place.get(tile.branch, self._kernel))
-        return [(kernel, tuple(group)) for kernel, group in groups]
+    if not in_place:
+        return ((kernel, tiles),) if tiles else ()
+    groups = groupby(tiles, key=lambda tile: in_place.get(tile.branch, kernel))
+    return [(of_branch, tuple(group)) for of_branch, group in groups]

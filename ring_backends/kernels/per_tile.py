@@ -15,7 +15,7 @@ Tensors are [batch, local seq, heads, …]; LSE is [batch, local seq, heads]; ga
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -64,7 +64,7 @@ class PerTileKernel(Kernel):
     def forward_step(
         self, tiles: Sequence[Tile], rows: StepRows, arrived: PackedParcels | None, out: StepOut, memory: RowMemory
     ) -> None:
-        for tile in self._parts(tiles, rows.query):
+        for tile in _cut(tiles, rows.query) if self.reads_strided_rows else tiles:
             with span(TILE_SPAN):
                 inputs, _ = self._inputs_of(tile, rows, arrived, memory)
                 out.merge_tile(tile, *forward_tile(self, inputs))
@@ -80,7 +80,7 @@ class PerTileKernel(Kernel):
         memory: RowMemory,
     ) -> None:
         of_queries = {"grad_out": saved.grad_out, "out": saved.out, "lse": saved.lse}
-        for tile in self._parts(tiles, rows.query):
+        for tile in _cut(tiles, rows.query) if self.reads_strided_rows else tiles:
             with span(TILE_SPAN):
                 inputs, gathered = self._inputs_of(tile, rows, arrived, memory, of_queries)
                 tile_grads = backward_tile(self, inputs, *gathered)
@@ -89,10 +89,6 @@ class PerTileKernel(Kernel):
                     grad_key, grad_value = (_sum_over_heads(grad, tile) for grad in of_keys)
                     tile_grads = grad_query, grad_key, grad_value
                 grads.add_tile(tile, tile_grads, passed_on)
-
-    def _parts(self, tiles: Sequence[Tile], query: Tensor) -> Iterable[Tile]:
-        """Cut large tiles by heads, if the kernel then reads their rows where they lie, and no copy is needed."""
-        return _cut(tiles, query) if self.reads_strided_rows else tiles
 
     def _inputs_of(
         self,
@@ -159,6 +155,7 @@ class PerTileKernel(Kernel):
 
 
 def _cut(tiles: Sequence[Tile], query: Tensor) -> Iterator[Tile]:
+    """Cut large tiles by heads. A kernel that reads strided rows then needs no copies."""
     batch, *_, head_dim = query.shape
     for tile in tiles:
         pairs = tile.queries.size * tile.keys.rows // (2 if tile.is_causal else 1)

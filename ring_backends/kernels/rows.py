@@ -269,7 +269,10 @@ def _move(
 ) -> None:
     """Gather, store or add rows. With ``same_rows``, values are in the same rows of another tensor, not gathered."""
     parts = [*gathered, *stored, *added]
-    if parts and can_launch(*[tensor for part in parts for tensor in (part.tensor, part.values)]):
+    if not parts:
+        return
+    tensors, _, of_rows = zip(*parts, strict=True)
+    if can_launch(*tensors, *of_rows):
         moves = [GATHER] * len(gathered) + [STORE] * len(stored) + [ADD] * len(added)
         _launch_moves([*zip(parts, moves, strict=True)], same_rows=same_rows)
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -228,7 +229,7 @@ class Members:
         """Send and receive flat uint8 buffers with torch.distributed. There is at least one buffer."""
         assert self.group is not None
         group = self.group
-        return post_works(group, lambda out, into: post_batch(group, out, into, tag), outgoing, incoming, tag)
+        return post_works(group, partial(post_batch, group, tag=tag), outgoing, incoming, tag)
 
 
 @contextlib.contextmanager

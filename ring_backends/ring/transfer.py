@@ -84,7 +84,10 @@ class WorkTransfer(Transfer):
 
 def stream_device(buffers: Sequence[Tensor]) -> torch.device | None:
     """The GPU on whose streams the works of these buffers run; None for host memory."""
-    return next((buffer.device for buffer in buffers if buffer.is_cuda), None)
+    for buffer in buffers:
+        if buffer.is_cuda:
+            return buffer.device
+    return None
 
 
 @dataclass(frozen=True)
@@ -128,12 +131,6 @@ def post_works(
             this tag. None sends no headers.
     """
 
-    def post_transfer(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Transfer:
-        return post_pairs([*outgoing.items()], [*incoming.items()], None)
-
-    def post_pairs(outgoing: Buffers, incoming: Buffers, headers: Headers | None) -> Transfer:
-        return WorkTransfer(post(outgoing, incoming), [x for _, x in (*outgoing, *incoming)], headers)
-
     buffers = [*outgoing.values(), *incoming.values()]
     if needs_host(group, buffers[0].device):
         warnings.warn(  # Python shows it once
@@ -142,12 +139,16 @@ def post_works(
             'torch.distributed.init_process_group("cpu:gloo,cuda:nccl") before initialize().',
             stacklevel=2,
         )
-        return through_host(post_transfer, outgoing, incoming)
-    device = stream_device(buffers)
-    if device is None or tag is None:
-        return post_transfer(outgoing, incoming)
-    headers = Headers.of(tag, incoming, buffers[0].device)
-    return post_pairs(*headers.before([*outgoing.items()], [*incoming.items()]), headers)
+        return through_host(lambda out, into: _posted(post, [*out.items()], [*into.items()]), outgoing, incoming)
+    sends, receives = [*outgoing.items()], [*incoming.items()]
+    if tag is not None and stream_device(buffers) is not None:
+        headers = Headers.of(tag, incoming, buffers[0].device)
+        return _posted(post, *headers.before(sends, receives), headers)
+    return _posted(post, sends, receives)
+
+
+def _posted(post: Post, outgoing: Buffers, incoming: Buffers, headers: Headers | None = None) -> Transfer:
+    return WorkTransfer(post(outgoing, incoming), [buffer for _, buffer in (*outgoing, *incoming)], headers)
 
 
 def post_batch(group: dist.ProcessGroup, outgoing: Buffers, incoming: Buffers, tag: int) -> list[dist.Work]:

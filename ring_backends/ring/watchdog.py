@@ -35,26 +35,24 @@ class Wait:
 
     Attributes:
         end: ends the wait from another thread.
-        progress: returns another value after this rank has made progress.
+        progress: returns another value after this rank has made progress; None without.
         ends_on_refusal: whether the refusal of ``call`` by another rank ends the wait.
+        seen, since: what ``progress`` returned, and when this was last new, by ``time.monotonic``.
         is_ended: whether ``end`` was called.
     """
 
     call: Call
     end: Callable[[], None]
-    progress: Callable[[], object]
-    ends_on_refusal: bool = True
+    progress: Callable[[], object] | None
+    ends_on_refusal: bool
+    seen: object
+    since: float
     is_ended: bool = False
 
-    def __post_init__(self) -> None:
-        self._seen = self.progress()
-        self._since = time.monotonic()
-
     def is_late(self) -> bool:
-        seen = self.progress()
-        if seen != self._seen:
-            self._seen, self._since = seen, time.monotonic()
-        return time.monotonic() - self._since > self.call.longest_wait
+        if self.progress is not None and (seen := self.progress()) != self.seen:
+            self.seen, self.since = seen, time.monotonic()
+        return time.monotonic() - self.since > self.call.longest_wait
 
 
 class Waits:
@@ -94,7 +92,8 @@ class Waits:
         Raises:
             RuntimeError: the wait was ended, and has raised nothing itself. NCCL's kernels end without an error.
         """
-        wait = Wait(call, end or self._connections.end, progress or (lambda: None), ends_on_refusal)
+        seen = None if progress is None else progress()
+        wait = Wait(call, end or self._connections.end, progress, ends_on_refusal, seen, time.monotonic())
         before, self._current = self._current, wait
         self.progress += 1
         try:

@@ -42,10 +42,6 @@ class Roles:
     merged: tuple[int, ...] = ()
     others: tuple[int, ...] = ()
 
-    def has_sums(self, branch: int) -> bool:
-        """Whether the results of a branch are added to sums, and not to the results of the call."""
-        return branch not in (self.base, *self.merged)
-
     def opens(self, branch: int) -> bool:
         """Whether the tiles of a branch open its rows: all rows of the call, or those of the sums that it has."""
         return (self.is_opened and branch == self.order[0]) or branch in self.others[:1]
