@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ring_backends.engine.call import AttentionInputs, check_call, local_rows
 from ring_backends.engine.operators import execute
-from ring_backends.engine.sums import BlockGrads, BlockOut, Result
+from ring_backends.engine.results import BlockGrads, BlockOut, Result
 from ring_backends.engine.wire_buffers import RowFormat, WireBuffer
 from ring_backends.kernels.base import by_kernel
 from ring_backends.kernels.merge import statistics_dtype

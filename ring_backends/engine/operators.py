@@ -31,10 +31,9 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from ring_backends.engine.backward import backward
 from ring_backends.engine.binding import Binding, register, registered
 from ring_backends.engine.call import OPTIONS, TENSORS, AttentionCall, AttentionInputs, check_call
-from ring_backends.engine.forward import forward
+from ring_backends.engine.run import backward, forward
 from ring_backends.kernels.dtype import without_autocast
 from ring_backends.kernels.merge import statistics_dtype, weight_of
 from ring_backends.kernels.score_mod import check_unchanged, read_values

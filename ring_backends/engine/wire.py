@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ring_backends.engine.sums import BlockGrads
+from ring_backends.engine.results import BlockGrads
 from ring_backends.engine.wire_buffers import RowFormat, WireBuffer, parcels_of, payload_bytes
 from ring_backends.kernels.rows import Rows, gather_many, scatter_many
 from ring_backends.kernels.steps import Grads, StepRows

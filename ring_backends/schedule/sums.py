@@ -8,7 +8,7 @@ Nothing is lost, since a result is rounded once in each of them.
 
 A tile that is the first for its rows, of all tiles whose results go to the same place, *opens* the rows: its results
 are stored, and not merged or added, so that the place need not be filled with zeros before. docs/architecture.md has a
-picture of the roles. :mod:`ring_backends.engine.sums` carries them out.
+picture of the roles. :mod:`ring_backends.engine.results` carries them out.
 """
 
 from __future__ import annotations

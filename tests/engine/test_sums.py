@@ -14,7 +14,7 @@ from triton_interpreter import results
 
 from ring_backends import DilatedPattern
 from ring_backends.engine.call import AttentionInputs, check_call
-from ring_backends.engine.sums import BlockOut
+from ring_backends.engine.results import BlockOut
 from ring_backends.kernels import per_tile
 from ring_backends.kernels.math import MathKernel
 from ring_backends.kernels.rows import gather

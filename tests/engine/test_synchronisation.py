@@ -19,12 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ring_backends import DilatedPattern
-from ring_backends.engine.backward import backward
 from ring_backends.engine.binding import Binding
 from ring_backends.engine.cache import KeyValueCache
 from ring_backends.engine.call import AttentionCall, AttentionInputs, check_call
 from ring_backends.engine.decoding import check_step
-from ring_backends.engine.forward import forward
+from ring_backends.engine.run import backward, forward
 from ring_backends.engine.wire import Hops
 from ring_backends.kernels import KernelInputs
 from ring_backends.kernels.constants import constant

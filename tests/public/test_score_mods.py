@@ -28,9 +28,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ring_backends import DilatedPattern, Ring, RingMismatchError, dilated_attention, score_mods
 from ring_backends.activation_checkpointing import remember_attention
 from ring_backends.adapters import native
-from ring_backends.engine.backward import backward
 from ring_backends.engine.call import AttentionInputs, check_call
-from ring_backends.engine.forward import forward
+from ring_backends.engine.run import backward, forward
 from ring_backends.kernels.score_mod import captured_values, identity
 from ring_backends.testing.failing_calls import AT_ONCE, Ended, ending
 from ring_backends.testing.marks import THOROUGH, matrix_but
