@@ -2,9 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/hugging_face.py --steps 20 --seq-len 4096
 
-The model is a tiny Llama with random weights, so nothing is downloaded. ``from_pretrained`` takes the same
-``attn_implementation``. Plain ``python`` instead of ``torchrun`` trains on one rank. For another framework, change the
-import of ``backend``.
+The model is a tiny Llama with random weights, so nothing is downloaded. A model of ``from_pretrained`` does as well.
+Plain ``python`` instead of ``torchrun`` trains on one rank. For another framework, change the import of ``backend``.
 """
 
 from pathlib import Path
@@ -21,7 +20,7 @@ from ring_backends.integrations.transformers import IGNORED, register, shard_inp
 def make_model() -> nn.Module:
     sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ring_dilated")
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def read_document() -> Tensor:

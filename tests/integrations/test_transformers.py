@@ -40,9 +40,9 @@ def make_model(name: str, attention: str = "ring_dilated", **changes: Any) -> An
     return build(kind, task, attention, **{**fields, **changes}).double()
 
 
-def put_on(ring: Ring, pattern: Any = DILATED, **options: Any) -> None:
+def put_on(ring: Ring, pattern: Any = DILATED, model: Any = None, **options: Any) -> None:
     """Register the attention of the models whose attention is "ring_dilated"."""
-    register(native.RingDilatedAttention(*pattern, ring=ring, **options))
+    register(native.RingDilatedAttention(*pattern, ring=ring, **options), model=model)
 
 
 def make_inputs(padded: bool) -> tuple[dict[str, Tensor], Tensor]:
@@ -188,8 +188,8 @@ def call(model: Any, **changes: Any) -> None:
 
 def check_refusal(ring: Ring, changes: dict[str, Any], config: dict[str, Any], message: str) -> None:
     """Make a call with changed arguments or configuration, then a valid call."""
-    put_on(ring)
-    model, (inputs, _) = make_model("llama"), make_inputs(padded=False)
+    model, (inputs, _) = make_model("llama", "eager"), make_inputs(padded=False)
+    put_on(ring, model=model)
     local = shard_inputs(ring, **inputs)
     arguments = {name: value for name, value in {**local, **changes}.items() if value is not None}
     with mock.patch.dict(vars(model.config), config), pytest.raises(ValueError, match=message):
