@@ -21,10 +21,10 @@ from nccl_cases import SimulatedRing, attended, attention, begin, hop_from, loca
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from ring_backends.engine import run as engine_run
 from ring_backends.engine.wire import Hops, PostedHop, report_failure
 from ring_backends.engine.wire_buffers import RowFormat
 from ring_backends.errors import RingMismatchError, RingPeerError
-from ring_backends.kernels.base import StepKernels
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.calls import Call, Configuration
 from ring_backends.ring.store import REFUSED, publish_configuration
@@ -121,7 +121,7 @@ def test_memory_of_a_hop_that_nobody_waits_for_is_not_reused() -> None:
         recorded.append((buffer, stream, []))
 
     # The ranks are threads, so they share the patches.
-    no_room = mock.patch.object(StepKernels, "forward_step", side_effect=MemoryError("no room for a tile"))
+    no_room = mock.patch.object(engine_run, "by_kernel", side_effect=MemoryError("no room for a tile"))
     late = mock.patch.object(nccl_stand_in, "DELAY", 0.2)
     with no_room, late, mock.patch.object(Tensor, "record_stream", record_stream):
         errors = run(2, call)
