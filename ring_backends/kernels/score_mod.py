@@ -183,6 +183,12 @@ class _InvalidResultError(Exception):
     """What is wrong with the result of a score_mod."""
 
 
+_MAX_PASSED = 256
+
+_passed: set[object] = set()
+"""What has been checked: the code of a function, what it reads, and the sizes of the call."""
+
+
 def check_score_mod(function: object, query: Tensor, seq_len: int, *, needs_gradients: bool) -> None:
     """Check that ``function`` is a score_mod, by calls for the first and last entry, head, query and key.
 
@@ -198,11 +204,27 @@ def check_score_mod(function: object, query: Tensor, seq_len: int, *, needs_grad
     """
     if not callable(function):
         raise TypeError(f"score_mod = {function!r}: expected a function (score, batch, head, q_idx, kv_idx), or None.")
-    name = _name(function)
+    name, sizes = _name(function), (query.shape[0], query.shape[2], query.dtype, query.device)
+    checked = identity(function), _kinds_read(function), sizes, seq_len, needs_gradients
+    if checked in _passed:
+        return
     # A policy of activation checkpointing sees the operators of the call alone, which a recomputation repeats.
     modes = without_dispatch_modes() if in_dispatch_mode() and has_values(query) else contextlib.nullcontext()
     with modes:
         _check_by_calls(function, name, query, seq_len, needs_gradients)
+    if has_values(query):
+        if len(_passed) >= _MAX_PASSED:
+            _passed.clear()
+        _passed.add(checked)
+
+
+def _kinds_read(function: ScoreMod) -> tuple[object, ...]:
+    """What :func:`read_values` finds, with the kinds of tensors, which decide whether a score_mod is valid."""
+    values = ((name, value) for name, (value, _) in read_values(function).items())
+    return tuple(
+        (name, x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else (name, type(x), x)
+        for name, x in values
+    )
 
 
 def _check_by_calls(function: ScoreMod, name: str, query: Tensor, seq_len: int, needs_gradients: bool) -> None:

@@ -30,7 +30,8 @@ from ring_backends.activation_checkpointing import remember_attention
 from ring_backends.adapters import native
 from ring_backends.engine.call import AttentionInputs, check_call
 from ring_backends.engine.run import backward, forward
-from ring_backends.kernels.score_mod import captured_values, identity
+from ring_backends.kernels import score_mod
+from ring_backends.kernels.score_mod import captured_values, check_score_mod, identity
 from ring_backends.testing.failing_calls import AT_ONCE, Ended, ending
 from ring_backends.testing.marks import THOROUGH, matrix_but
 from ring_backends.testing.world import World
@@ -300,6 +301,27 @@ def test_numbers_that_are_gone_in_the_backward_are_noticed(change: Any) -> None:
     change(caps)
     with pytest.raises(RuntimeError, match=r"caps\[0\] has changed since the forward"):
         out.backward(grad)
+
+
+def test_a_function_is_checked_again_when_what_it_captures_changes() -> None:
+    calls = []
+
+    def make_function(table: Tensor, factor: float) -> Any:
+        return lambda score, b, h, q, k: calls.append(score.shape) or score + factor * table[h]
+
+    def checks(table: Tensor, factor: float = 1.0) -> int:
+        calls.clear()
+        check_score_mod(make_function(table, factor), make()[0], LENGTH, needs_gradients=True)
+        return len(calls)
+
+    table = torch.rand(HEADS).double()
+    score_mod._passed.clear()
+    assert checks(table) > 0
+    assert checks(table) == checks(table.clone()) == 0
+    assert checks(table, 2.0) > 0
+    assert checks(table[None].expand(2, -1).T[:, 0].float()) > 0
+    with pytest.raises(ValueError, match="reads table with requires_grad=True"):
+        checks(table.requires_grad_())
 
 
 def test_a_captured_layer_must_stay_until_the_backward() -> None:
