@@ -205,7 +205,7 @@ def check_score_mod(function: object, query: Tensor, seq_len: int, *, needs_grad
     if not callable(function):
         raise TypeError(f"score_mod = {function!r}: expected a function (score, batch, head, q_idx, kv_idx), or None.")
     name, sizes = _name(function), (query.shape[0], query.shape[2], query.dtype, query.device)
-    checked = identity(function), _kinds_read(function), sizes, seq_len, needs_gradients
+    checked = identity(function), kinds_of(read_values(function)), sizes, seq_len, needs_gradients
     if checked in _passed:
         return
     # A policy of activation checkpointing sees the operators of the call alone, which a recomputation repeats.
@@ -216,15 +216,6 @@ def check_score_mod(function: object, query: Tensor, seq_len: int, *, needs_grad
         if len(_passed) >= _MAX_PASSED:
             _passed.clear()
         _passed.add(checked)
-
-
-def _kinds_read(function: ScoreMod) -> tuple[object, ...]:
-    """What :func:`read_values` finds, with the kinds of tensors, which decide whether a score_mod is valid."""
-    values = ((name, value) for name, (value, _) in read_values(function).items())
-    return tuple(
-        (name, x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else (name, type(x), x)
-        for name, x in values
-    )
 
 
 def _check_by_calls(function: ScoreMod, name: str, query: Tensor, seq_len: int, needs_gradients: bool) -> None:
@@ -368,6 +359,25 @@ def read_values(function: ScoreMod) -> dict[str, tuple[object, int]]:
     torch.
     """
     return dict(_read_by(function, 4))
+
+
+def kinds_of(reads: Mapping[str, tuple[object, int]]) -> tuple[object, ...]:
+    """What :func:`read_values` has found, with the kinds of tensors in place of their values."""
+    return tuple(
+        (name, x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else (name, type(x), x)
+        for name, (x, _) in reads.items()
+    )
+
+
+def reads_values_alone(function: ScoreMod) -> bool:
+    """Whether a plain function reads nothing but tensors, numbers, texts, and what Python, torch and math define."""
+
+    def is_known(x: object) -> bool:
+        is_defined = isinstance(x, (ModuleType, type)) or inspect.isroutine(x)
+        is_value = x is None or isinstance(x, (Tensor, Number, str, Enum))
+        return is_value or (is_defined and _package_of(x) in ("builtins", "torch", "math"))
+
+    return inspect.isfunction(function) and all(map(is_known, _captured(function).values()))
 
 
 def _read_by(function: Any, depth: int) -> Iterator[tuple[str, tuple[object, int]]]:

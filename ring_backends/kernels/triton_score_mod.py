@@ -25,7 +25,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ring_backends.kernels.score_mod import IndexByTensors, ScoreMod
+from ring_backends.kernels.score_mod import (
+    IndexByTensors,
+    ScoreMod,
+    identity,
+    kinds_of,
+    read_values,
+    reads_values_alone,
+)
 from ring_backends.torch_internals import without_dispatch_modes
 
 
@@ -72,14 +79,42 @@ def _compiled(source: str) -> Any:
     return triton.jit(namespace["score_mod"])
 
 
+_MAX_KEPT = 256
+
+_kept: dict[object, tuple[str, tuple[str, ...], tuple[float, ...]]] = {}
+"""The source of translations, the names of the tensors that they load from, and their numbers."""
+
+
 def translate(function: ScoreMod) -> Translation:
     """Translate a score_mod.
+
+    The translation of a plain function is kept, and used again for functions with the same code that capture equal
+    numbers and other tensors of the same kinds, if it only loads from the tensors that the function captures.
 
     Raises:
         UntranslatableError: it applies an operator that has no translation, or branches on a value.
     """
+    reads, key = read_values(function), None
+    if reads_values_alone(function):
+        key = identity(function), kinds_of(reads), torch.get_default_dtype(), torch.get_default_device()
+        if key in _kept:
+            source, loaded, numbers = _kept[key]
+            return Translation(source, tuple(_tensor(reads[name]) for name in loaded), numbers)
     with torch.inference_mode(False):  # in which operators would not be decomposed
-        return _translated(function)
+        found = _translated(function)
+    tensors = {name: x for name, (x, _) in reads.items() if isinstance(x, Tensor)}
+    names = tuple(name for tensor in found.tensors for name, x in tensors.items() if x is tensor)
+    if key is not None and len(names) == len(found.tensors) == len(tensors):
+        if len(_kept) >= _MAX_KEPT:
+            _kept.clear()
+        _kept[key] = found.source, names, found.numbers
+    return found
+
+
+def _tensor(read: tuple[object, int]) -> Tensor:
+    tensor, _ = read
+    assert isinstance(tensor, Tensor)
+    return tensor
 
 
 def _translated(function: ScoreMod) -> Translation:

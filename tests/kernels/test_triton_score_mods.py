@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from triton_interpreter import interpreted, patch_interpreter
 
 from ring_backends import dilated_attention, score_mods
+from ring_backends.kernels import triton_score_mod
 from ring_backends.kernels.triton_score_mod import UntranslatableError, translate
 from ring_backends.testing.calls import difference
 from ring_backends.testing.reference import reference_attention
@@ -120,6 +122,28 @@ def test_lengths_and_captured_numbers_do_not_change_the_source() -> None:
     first, second = (translate(scaled_by(factor)) for factor in (2.0, 3.0))
     assert (first.source, first.numbers, second.numbers) == (second.source, (2.0,), (3.0,))
     assert translate(score_mods.softcap(3.0)).source != translate(score_mods.softcap(4.0)).source
+
+
+def biased_by(table: Tensor, factor: float, function: Any = torch.tanh) -> ScoreMod:
+    return lambda score, batch, head, q, k: function(score) + factor * table[head]
+
+
+def test_a_translation_is_kept_for_functions_that_read_alike() -> None:
+    """It loads from the tensors of the function. A function that calls others is translated anew."""
+    first, second, wide = torch.rand(HEADS), torch.rand(HEADS), torch.rand(HEADS, 2)[:, 0]
+    triton_score_mod._kept.clear()
+    with mock.patch.object(triton_score_mod, "_translated", side_effect=triton_score_mod._translated) as translated:
+        found = [translate(biased_by(table, 2.0)) for table in (first, second)]
+        assert translated.call_count == 1
+        assert found[0].source == found[1].source
+        assert [x.tensors[0] is table for x, table in zip(found, (first, second), strict=True)] == [True, True]
+        assert translate(biased_by(first, 3.0)).source != found[0].source
+        assert translate(biased_by(wide, 2.0)).numbers != found[0].numbers
+        assert translated.call_count == 3
+        for _ in range(2):
+            translate(biased_by(first, 2.0, lambda score: score * 2))
+            translate(scaled_by(2.0))
+        assert translated.call_count == 7
 
 
 def power(exponent: float) -> ScoreMod:
