@@ -383,6 +383,8 @@ def check_registered_models(ring: Ring) -> None:
     llama(**inputs)
     generate(llama, ring, **batch_of("left"), max_new_tokens=2)
     remove_ring(llama)
+    with pytest.raises(ValueError, match="is on a ring already, and takes whole batches"):
+        registered(on_a_ring(make(), ring), ring)
     assert llama.config._attn_implementation == "eager"
     assert not any(part._forward_pre_hooks for part in llama.modules())
     registered(bart, ring, probe=False)(**inputs)

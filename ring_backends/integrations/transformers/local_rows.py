@@ -60,9 +60,15 @@ def register(
             batches already (:func:`use_ring`), or the probe has found that it cannot run on a ring of several ranks.
     """
     registration = Registration(attention_on(attention), probes=probe, warns=probe and model is None)
+    inner = None if model is None else inner_model(model)
+    current = None if inner is None else registered.get(inner.config._attn_implementation)
+    if current is not None and current.takes_whole_batches:
+        raise ValueError(
+            f"model = {type(inner).__name__}: is on a ring already, and takes whole batches; call remove_ring(model) "
+            "first."
+        )
     register_as(name, registration)
-    if model is not None:
-        inner = inner_model(model)
+    if inner is not None:
         for before in hooks_of(inner, LocalRows):
             before.remove()
         local = LocalRows(inner)
