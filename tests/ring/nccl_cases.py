@@ -74,8 +74,9 @@ class Attention(RingDilatedAttention):
 
 def run(size: int, part: Callable[[SimulatedRing], object], seconds: float = 2.0) -> list[Any]:
     """Run ``part`` on every rank. Returns its result, or how it failed, by rank. It takes at most 20 s."""
-    store, watchdog, gpu = HashStore(), Watchdog(), nccl_stand_in.gpu()
+    store, gpu = HashStore(), nccl_stand_in.gpu()
     rings = [SimulatedRing.of(store, rank, size, seconds) for rank in range(size)]
+    watchdogs = [Watchdog() for _ in rings]  # the rings of one watchdog are those of one rank
     results: list[Any] = [None] * size
 
     def run_rank(rank: int) -> None:
@@ -89,7 +90,7 @@ def run(size: int, part: Callable[[SimulatedRing], object], seconds: float = 2.0
         if ended.error != "no error":
             results[rank] = ended
 
-    for ring in rings:
+    for watchdog, ring in zip(watchdogs, rings, strict=True):
         watchdog.add(ring.agreement.waits)
     threads = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
@@ -97,7 +98,8 @@ def run(size: int, part: Callable[[SimulatedRing], object], seconds: float = 2.0
     for thread in threads:
         thread.join(20)  # less than the deadline of rings that must fail before it
         assert not thread.is_alive()
-    watchdog.stop(10)
+    for watchdog in watchdogs:
+        watchdog.stop(10)
     return results
 
 

@@ -82,7 +82,10 @@ def test_a_host_that_runs_ahead_holds_no_more_memory() -> None:
 
 
 def call_differently(ring: SimulatedRing, difference: str) -> Ended:
-    """Make calls of equal sizes that differ between the ranks. All ranks have agreed on each of them before."""
+    """Make calls of equal sizes that differ between the ranks. All ranks have agreed on each of them before.
+
+    The host of rank 0 is late, so that rank 1 has to wait for its report.
+    """
     inputs, modules = local_inputs(ring), (attention(ring), attention(ring))
     modules[0](*inputs)
     modules[1](*inputs)
@@ -90,7 +93,13 @@ def call_differently(ring: SimulatedRing, difference: str) -> Ended:
     ring.synchronize()
     odd = ring.rank == 1
     attend = modules[odd] if difference == "modules" else partial(modules[0], is_causal=odd)
-    return ending(lambda: (attend(*inputs), ring.synchronize()))
+
+    def follow_late(*hop: Any) -> None:
+        time.sleep(0.6)
+        Agreement.follow(ring.agreement, *hop)
+
+    with mock.patch.object(ring.agreement, "follow", ring.agreement.follow if odd else follow_late):
+        return ending(lambda: (attend(*inputs), ring.synchronize()))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +111,7 @@ def call_differently(ring: SimulatedRing, difference: str) -> Ended:
 )
 def test_calls_of_equal_sizes_that_differ(difference: str, named: str) -> None:
     """NCCL pairs their messages."""
-    for error in run(2, partial(call_differently, difference=difference)):
+    for error in run(2, partial(call_differently, difference=difference), seconds=60):
         error.check(RingMismatchError, named)
 
 
