@@ -94,11 +94,11 @@ def call_differently(ring: SimulatedRing, difference: str) -> Ended:
     odd = ring.rank == 1
     attend = modules[odd] if difference == "modules" else partial(modules[0], is_causal=odd)
 
-    def follow_late(*hop: Any) -> None:
-        time.sleep(0.6)
+    def follow(*hop: Any) -> None:
+        time.sleep(0.0 if odd else 0.6)
         Agreement.follow(ring.agreement, *hop)
 
-    with mock.patch.object(ring.agreement, "follow", ring.agreement.follow if odd else follow_late):
+    with mock.patch.object(ring.agreement, "follow", follow):
         return ending(lambda: (attend(*inputs), ring.synchronize()))
 
 
