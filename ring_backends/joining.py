@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -14,6 +15,7 @@ from ring_backends.cost.arrangement import AutoOptions, RingSize, arrange, check
 from ring_backends.ring.rendezvous import connect, ring_ranks, start_world
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.topology import RingOrder
+from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.layout import LayoutKind, SequenceLayout
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ class Initialize(Protocol):
         timeout: timedelta | float = timedelta(seconds=300),
         *,
         ring_order: RingOrder = "rank",
+        buffer_bytes: int | None = None,
         **auto: Unpack[AutoOptions],
     ) -> Ring: ...
 
@@ -59,6 +62,7 @@ def initializer(
         timeout: timedelta | float = timedelta(seconds=300),
         *,
         ring_order: RingOrder = "rank",
+        buffer_bytes: int | None = None,
         **auto: Unpack[AutoOptions],
     ) -> Ring:
         """Join a ring; every rank of the ring makes this call.
@@ -67,7 +71,7 @@ def initializer(
         """
         if group is None:
             group = own_group(ring_size, ring_order)
-        return join_ring(adapter, ring_size, layout, group, timeout, ring_order, auto, connect=connect)
+        return join_ring(adapter, ring_size, layout, group, timeout, ring_order, buffer_bytes, auto, connect=connect)
 
     documented: tuple[object, ...] = (initialize, own_group)
     initialize.__doc__ = "\n\n".join(inspect.getdoc(function) or "" for function in documented).rstrip()
@@ -113,7 +117,13 @@ def as_timedelta(timeout: object) -> timedelta:
 
 
 def check_options(
-    ring_size: object, layout: Any, timeout: object, group: object, ring_order: object, auto: Mapping[str, Any]
+    ring_size: object,
+    layout: Any,
+    timeout: object,
+    group: object,
+    ring_order: object,
+    buffer_bytes: object,
+    auto: Mapping[str, Any],
 ) -> None:
     """Check the options of ``initialize``, without communication.
 
@@ -124,6 +134,8 @@ def check_options(
         SequenceLayout(1, ring_size)  # type: ignore[arg-type]
     SequenceLayout(1, 1, layout)
     as_timedelta(timeout)
+    if buffer_bytes is not None:
+        check_integer("buffer_bytes", buffer_bytes, 0, advice="leave it out to use the default of the device")
     check_arrangement(ring_size, layout, ring_order, auto)
     if group is not None:
         refuse_arrangement("group already fixes the ring's ranks and their order", ring_size, ring_order)
@@ -136,6 +148,7 @@ def join_ring(
     group: DeviceMesh | dist.ProcessGroup | None,
     timeout: timedelta | float,
     ring_order: RingOrder,
+    buffer_bytes: int | None,
     auto: Mapping[str, Any],
     *,
     connect: Callable[..., Ring] = connect,
@@ -161,6 +174,9 @@ def join_ring(
         ring_order: the order in which the ranks are cut into rings. ``"rank"`` is ascending order. ``"topology"`` makes
             the ranks of one host neighbours. A host is identified by its name. The environment variable
             RING_BACKENDS_HOST overrides the name. ``"topology"`` is not allowed with ``group``.
+        buffer_bytes: how many bytes the buffers of one call may take for rows that go to all ranks in a few hops. The
+            more, the fewer hops and kernel launches. None is 512 MiB on accelerators and 8 MiB on CPUs. A tenth of the
+            call's tensors is always allowed, if that is more. All ranks of a ring pass the same number.
         auto: options of ``initialize`` that describe the attention calls for ``ring_size="auto"``
             (:class:`~ring_backends.AutoOptions`): seq_len, segment_lengths, dilation_rates, num_heads, head_dim and
             more. All ranks of the world measure tiles and hops for a second or two, and rank 0 decides.
@@ -172,9 +188,10 @@ def join_ring(
         RingMismatchError: the ranks pass different options. Only ``"auto"`` and ``"topology"`` compare them.
         RingPeerError: a rank did not make the call in time.
     """
-    check_options(ring_size, layout, timeout, group, ring_order, auto)
+    check_options(ring_size, layout, timeout, group, ring_order, buffer_bytes, auto)
     timeout = as_timedelta(timeout)
     world_size = start_world(timeout)
-    size, order = arrange(ring_size, layout, world_size, ring_order, auto)
+    size, order = arrange(ring_size, layout, world_size, ring_order, buffer_bytes, auto)
     ranks = ring_ranks(size, group, world_size, order)
-    return connect(ranks, layout, timeout, adapter, order if group is None else None)
+    ring = connect(ranks, layout, timeout, adapter, order if group is None else None)
+    return replace(ring, buffer_bytes=buffer_bytes)

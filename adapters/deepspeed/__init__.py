@@ -51,6 +51,7 @@ def initialize(
     mpu: Any = None,
     ulysses_size: int = 1,
     ring_order: RingOrder = "rank",
+    buffer_bytes: int | None = None,
     **auto: Unpack[AutoOptions],
 ) -> Ring:
     """Join a ring, and start ``deepspeed.comm`` unless it runs already. Every rank of the ring makes this call.
@@ -65,7 +66,7 @@ def initialize(
             (:mod:`ring_backends.adapters.deepspeed.ulysses`). It must divide the ring size. ``ring_size`` still counts
             all ranks over which a sequence is distributed. Not allowed with ``ring_size="auto"``.
     """
-    check_options(ring_size, layout, timeout, group, ring_order, auto)
+    check_options(ring_size, layout, timeout, group, ring_order, buffer_bytes, auto)
     check_integer("ulysses_size", ulysses_size, 1, advice="1 exchanges no heads")
     if mpu is not None:
         refuse_arrangement("mpu already fixes the ring's ranks and their order", ring_size, ring_order)
@@ -78,7 +79,7 @@ def initialize(
         start_deepspeed()
     if mpu is not None:
         group = _sequence_parallel_group(group, mpu)
-    return join_ring("deepspeed", ring_size, layout, group, timeout, ring_order, auto, connect=joined)
+    return join_ring("deepspeed", ring_size, layout, group, timeout, ring_order, buffer_bytes, auto, connect=joined)
 
 
 def _sequence_parallel_group(group: DeviceMesh | dist.ProcessGroup | None, mpu: Any) -> dist.ProcessGroup:

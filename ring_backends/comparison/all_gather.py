@@ -167,7 +167,7 @@ def _starting_at(plan: RankPlan) -> Iterator[tuple[int, Parcel]]:
 
     Parcels that the rank receives and sends on are left out.
     """
-    chained, _ = plan.deliveries
+    (chained,) = plan.deliveries  # without few_hops, there are no lots
     received, block_of_step = {*chained.received}, [index for index, x in enumerate(plan.blocks) for _ in x.steps]
     for index, hop in zip(block_of_step, chained.keys, strict=True):
         for message in hop.sends:

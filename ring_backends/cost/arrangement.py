@@ -94,7 +94,7 @@ def check_arrangement(ring_size: object, layout: LayoutKind, ring_order: object,
             f"ring_size = 'auto': the choice needs {' and '.join(missing)}; pass {', '.join(_REQUIRED)}, or a number "
             "as ring_size."
         )
-    _cost(layout, auto, torch.device("cpu"))
+    _cost(layout, auto, torch.device("cpu"), None)
     if auto.get("memory_bytes") is not None:
         check_integer("memory_bytes", auto["memory_bytes"], 1, advice="leave it out to use the free memory")
 
@@ -114,7 +114,7 @@ def refuse_arrangement(because: str, ring_size: object, ring_order: object) -> N
         raise ValueError(f"ring_order = {ring_order!r}: {because}; leave one of the two out.")
 
 
-def _cost(layout: LayoutKind, auto: Mapping[str, Any], device: torch.device) -> RingCost:
+def _cost(layout: LayoutKind, auto: Mapping[str, Any], device: torch.device, buffer_bytes: int | None) -> RingCost:
     """Return the cost of the attention call that the options describe, on one device.
 
     Raises:
@@ -128,7 +128,7 @@ def _cost(layout: LayoutKind, auto: Mapping[str, Any], device: torch.device) -> 
         auto.get("is_causal", False),
     )
     itemsize = resolve_dtype(auto.get("dtype", "auto"), device).itemsize
-    return RingCost(schedule, auto.get("batch", 1), auto["head_dim"], itemsize, device.type)
+    return RingCost(schedule, auto.get("batch", 1), auto["head_dim"], itemsize, device.type, buffer_bytes)
 
 
 def _pattern(auto: Mapping[str, Any]) -> DilatedPattern:
@@ -137,13 +137,19 @@ def _pattern(auto: Mapping[str, Any]) -> DilatedPattern:
 
 
 def arrange(
-    ring_size: RingSize, layout: LayoutKind, world_size: int, ring_order: RingOrder, auto: Mapping[str, Any]
+    ring_size: RingSize,
+    layout: LayoutKind,
+    world_size: int,
+    ring_order: RingOrder,
+    buffer_bytes: int | None,
+    auto: Mapping[str, Any],
 ) -> tuple[int | None, tuple[int, ...]]:
     """Choose the ring size, and the order of the world's ranks. Rings are cut from this order.
 
     ``ring_size="auto"`` and ``ring_order="topology"`` communicate. All ranks of the world must make this call.
 
     Args:
+        buffer_bytes: as in ``initialize``.
         auto: options, which :func:`check_arrangement` has checked.
 
     Returns:
@@ -160,8 +166,13 @@ def arrange(
     device, given = device_of_this_rank(), auto.get("memory_bytes")
     memory = available_memory_bytes(device) if given is None else given
     if world_size == 1:
-        return _choose(_cost(layout, auto, device), world_size, memory, None), order
-    asked: dict[str, object] = {"ring_size": ring_size, "layout": layout, "ring_order": ring_order}
+        return _choose(_cost(layout, auto, device, buffer_bytes), world_size, memory, None), order
+    asked: dict[str, object] = {
+        "ring_size": ring_size,
+        "layout": layout,
+        "ring_order": ring_order,
+        "buffer_bytes": buffer_bytes,
+    }
     for name, value in {**auto, **(dataclasses.asdict(_pattern(auto)) if auto else {})}.items():
         if name != "memory_bytes":
             asked[name] = str(value) if name == "dtype" else value
@@ -180,7 +191,7 @@ def arrange(
         ranks_of = Counter(report["memory_pool"] for report in reports)
         shares = [r["memory"] // (ranks_of[r["memory_pool"]] if r["memory_pool"] else 1) for r in reports]
         hardware = slowest([Hardware.of(report["hardware"]) for report in reports])
-        return _choose(_cost(layout, auto, device), world_size, min(shares), hardware)
+        return _choose(_cost(layout, auto, device, buffer_bytes), world_size, min(shares), hardware)
 
     return int(decide_on_rank0(measured, choose, _DECISION_TIMEOUT)), order
 

@@ -30,7 +30,6 @@ from ring_backends.cost.work import RankWork, work_of
 from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.layout import SequenceLayout
 from ring_backends.schedule.limits import Limits, limits_of
-from ring_backends.schedule.planner import num_cuts
 from ring_backends.schedule.ring_schedule import RingSchedule, statistics_itemsize
 from ring_backends.schedule.tiling import BACKWARD_TILE_SHARE
 from ring_backends.schedule.travel import Travel
@@ -64,6 +63,7 @@ class RingCost:
         itemsize: bytes per element of the inputs. The LSE, and dK and dV in hops, have at least 4 bytes per element;
             the model does not know ``grad_wire_dtype``.
         device_type: type of the ranks' devices. It decides how finely hops, heads and tiles are cut.
+        buffer_bytes: as in :func:`ring_backends.initialize`.
 
     Raises:
         ValueError, TypeError: ``batch``, ``head_dim`` or ``itemsize`` is not an int of at least 1, or the call is too
@@ -75,6 +75,7 @@ class RingCost:
     head_dim: int
     itemsize: int
     device_type: str = "cpu"
+    buffer_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "head_dim", "itemsize"):
@@ -136,7 +137,14 @@ class RingCost:
         return self.tokens * (self.schedule.num_heads * self.batch * self._statistics_itemsize)
 
     def _travel(self, *, backward: bool) -> Travel:
-        return self.schedule.travel(itemsize=self.itemsize, backward=backward)
+        return self.schedule.travel(
+            batch=self.batch,
+            head_dim=self.head_dim,
+            itemsize=self.itemsize,
+            backward=backward,
+            device_type=self.device_type,
+            buffer_bytes=self.buffer_bytes,
+        )
 
     @cached_property
     def communication_bytes(self) -> int:
@@ -152,11 +160,6 @@ class RingCost:
         smallest = 3 * self._limits.min_hop_bytes * (1 + self._statistics_itemsize / self.itemsize)
         return min(of_chains, math.ceil(max(share, smallest))) + travel.tree_rows * row * self.itemsize
 
-    def _cuts(self, *, backward: bool) -> tuple[int, int]:
-        sizes = {"batch": self.batch, "head_dim": self.head_dim, "itemsize": self.itemsize}
-        travel = self._travel(backward=backward)
-        return num_cuts(self.schedule, travel, **sizes, backward=backward, device_type=self.device_type)
-
     @cached_property
     def tile_bytes(self) -> Tensor:
         """Bytes of the gathered rows of the largest backward tile, and of gradient sums: int64 [ring size].
@@ -165,7 +168,7 @@ class RingCost:
         bf16, gradients are summed in fp32. The sums of at most two blocks of heads are in memory. Copies in fp32, which
         ``aten_cpu_flash`` makes of such a tile on some CPUs, are not counted.
         """
-        blocks, _ = self._cuts(backward=True)
+        blocks, _ = self._travel(backward=True).cuts
         row_bytes = self.batch * self.head_dim * self.itemsize
         query_bytes = self.tokens * (self.schedule.num_heads * row_bytes)
         cut = (query_bytes * BACKWARD_TILE_SHARE).long().clamp(min=self._limits.min_tile_bytes)
@@ -234,7 +237,8 @@ class RingCost:
     def seconds(self, hardware: Hardware, *, backward: bool = False) -> Tensor:
         """Estimated seconds of the busiest ranks: float64 [ranks]."""
         compute, last = self._compute_seconds(hardware, backward=backward)
-        travel, (blocks, shares) = self._travel(backward=backward), self._cuts(backward=backward)
+        travel = self._travel(backward=backward)
+        blocks, shares = travel.cuts
         directions = 2 if backward else 1
         hops = (blocks * shares * travel.num_steps + travel.num_tree_hops) * directions
         if not hops:
@@ -244,7 +248,7 @@ class RingCost:
         communication = (moved + latencies * hardware.latency_seconds) * (moved > 0)
         last_hop = torch.zeros_like(communication)
         if backward:  # of K, V, dK and dV, the last hop carries only dK and dV, taken as half of the bytes
-            share = 2 / hops if travel.num_steps else travel.first_hop_share
+            share = 2 / hops if travel.num_steps else travel.last_hop_share
             last_hop = (moved / 2 * share + latencies / hops * hardware.latency_seconds) * (moved > 0)
         hidden = hardware.overlap * torch.minimum(communication - last_hop, compute - last)
         return compute + communication - hidden
@@ -274,7 +278,8 @@ class RingCost:
         copied = torch.zeros_like(own)
         if hardware.copy_bytes_per_second is not None:
             copied = self._copied_bytes(backward=backward) / hardware.copy_bytes_per_second
-        travel, (blocks, shares) = self._travel(backward=backward), self._cuts(backward=backward)
+        travel = self._travel(backward=backward)
+        blocks, shares = travel.cuts
         steps = max(1, travel.num_steps)
         speed = hardware.speed_alone if self.ring_size == 1 else 1.0
         launches = (own_tiles + chained_tiles * shares + other_tiles) * (blocks * hardware.tile_seconds)

@@ -120,6 +120,8 @@ class AttentionCall:
         kernel: the kernel that computes the tiles.
         in_place: the kernels that compute some dilated branches instead, by the branch's index.
         few_hops: whether the rows of sparse branches travel along trees of few hops.
+        buffer_bytes: the size up to which communication buffers may be a larger share of the tensors; None for the
+            default of the device.
         scale: factor on the scores.
         dropout: the dropout of the call; None without dropout.
         grad_wire_dtype: dtype in which dK and dV of bf16 inputs travel; None for fp32.
@@ -133,6 +135,7 @@ class AttentionCall:
     grad_wire_dtype: torch.dtype | None = None
     in_place: Mapping[int, Kernel] = field(default_factory=dict)
     few_hops: bool = True
+    buffer_bytes: int | None = None
     _plans: dict[bool, RankPlan] = field(default_factory=dict, init=False, compare=False, repr=False)
     _pairs: dict[bool, frozenset[tuple[int, int]]] = field(default_factory=dict, init=False, compare=False, repr=False)
     _configurations: dict[object, Configuration] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -175,6 +178,7 @@ class AttentionCall:
             threads=torch.get_num_threads() if query.device.type == "cpu" else 1,
             takes_bands=self.kernel.takes_bands,
             uncut=frozenset(self.in_place),
+            buffer_bytes=self.buffer_bytes,
             few_hops=self.few_hops,
         )
 
@@ -198,6 +202,7 @@ class AttentionCall:
                 "scale": self.scale,
                 "document_ids": "none" if documents is None else f"given, {documents.dtype}",
                 "dropout_p": 0.0 if self.dropout is None else self.dropout.p,
+                "buffer_bytes": self.buffer_bytes,
                 "grad_wire_dtype": "none" if self.grad_wire_dtype is None else str(self.grad_wire_dtype),
                 "gradients": "needed" if needs_gradients else "not needed",
             }
@@ -286,7 +291,8 @@ def look_up(
     """Like :func:`check_call`, but a configuration that was checked before is not checked again."""
     if inputs.score_mod is not None:
         inputs = _with_translation(inputs, kernel)
-    settings = pattern, ring.size, ring.rank, ring.layout_kind, ring.data_rank, scale, kernel, grad_wire_dtype
+    of_ring = ring.size, ring.rank, ring.layout_kind, ring.data_rank, ring.buffer_bytes
+    settings = pattern, *of_ring, scale, kernel, grad_wire_dtype
     key = _key(inputs, kernel, settings) if isinstance(kernel, str) else None
     call = None if key is None else _calls.get(key)
     if call is not None:
@@ -404,7 +410,9 @@ def check_call(
     )
     scale = query.shape[3] ** -0.5 if scale is None else scale
     chosen, in_place = kernels_of_call(kernel, needs, pattern, layout)
-    return inputs, AttentionCall(schedule, ring.rank, chosen, scale, dropout, in_place=in_place)
+    return inputs, AttentionCall(
+        schedule, ring.rank, chosen, scale, dropout, in_place=in_place, buffer_bytes=ring.buffer_bytes
+    )
 
 
 def _check_score_mod(inputs: AttentionInputs, layout: SequenceLayout) -> None:

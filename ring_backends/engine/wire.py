@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ring_backends.engine.results import BlockGrads
-from ring_backends.engine.wire_buffers import RowFormat, WireBuffer, parcels_of, payload_bytes
+from ring_backends.engine.wire_buffers import Arrivals, RowFormat, WireBuffer, parcels_of, payload_bytes
 from ring_backends.kernels.rows import Rows, gather_many, scatter_many
 from ring_backends.kernels.steps import Grads, StepRows
 from ring_backends.ring.agreement import Agreement
@@ -28,6 +28,10 @@ RingPass = Callable[[Mapping[int, Tensor], Mapping[int, Tensor], int], Transfer]
 
 POST_SPAN, WAIT_SPAN = "ring_backends::post_hop", "ring_backends::wait_hop"
 """The names under which torch.profiler shows the posting of a hop, and the wait for one."""
+
+
+TAGS_PER_STEP = 128
+"""The tag of a hop of K and V on chains is a multiple of this number."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +79,7 @@ class Hops:
         incoming: Mapping[int, Tensor],
         row_format: RowFormat,
         *,
-        is_kept: bool,
+        delivery: int,
         grads: bool = False,
     ) -> PostedHop:
         """Post a hop of K and V, or with ``grads`` of dK and dV.
@@ -84,7 +88,7 @@ class Hops:
             step: the step that waits for K and V, or that has computed dK and dV.
             outgoing, incoming: the buffers by peer.
             row_format: the format of the parcels that are sent.
-            is_kept: of which delivery the hop is.
+            delivery: number of the delivery.
         """
         self.agreement.check()
         description = (
@@ -93,7 +97,7 @@ class Hops:
         )
         try:
             with span(POST_SPAN), self.agreement.waiting(self.call), self.agreement.posting():
-                transfer = self.ring_pass(outgoing, incoming, self.call.tag(4 * step + 2 * is_kept + grads))
+                transfer = self.ring_pass(outgoing, incoming, self.call.tag(_tag(step, delivery, grads)))
                 posted = PostedHop(transfer, outgoing, description, self)
                 self.posted.append(posted)
         except Exception as error:
@@ -106,6 +110,11 @@ class Hops:
         """Abandon the hops that nobody will wait for."""
         while self.posted:
             self.posted.pop().transfer.abandon()
+
+
+def _tag(step: int, delivery: int, grads: bool) -> int:
+    """A number for each hop of a call, of which a tag has 16 bits. Hops with the same tag are many steps apart."""
+    return TAGS_PER_STEP * step + (2 * delivery + grads) % TAGS_PER_STEP
 
 
 @contextlib.contextmanager
@@ -160,7 +169,7 @@ class ArrivingKeys:
         self._buffer = outgoing if is_kept else WireBuffer(self._format, arriving, self._rows.key.device)
         buffers = outgoing.by_peer(hop.sends), self._buffer.by_peer(hop.receives)
         assert self._hops is not None
-        self._posted = self._hops.post(step, hop, *buffers, self._format, is_kept=is_kept)
+        self._posted = self._hops.post(step, hop, *buffers, self._format, delivery=self._delivery.number)
 
     def _own(self, step: int, sent: tuple[Parcel, ...]) -> WireBuffer:
         """A buffer with this rank's own rows. If parcels are kept, it has room for all that arrive."""
@@ -182,12 +191,15 @@ class ArrivingKeys:
 
 class _GoingHome(NamedTuple):
     posted: PostedHop
-    arriving: Sequence[WireBuffer]
+    arrivals: Arrivals
     grads: BlockGrads
+    is_last: bool
 
 
 class ReturningGrads:
     """dK and dV of the parcels of one delivery, on their way home.
+
+    Those of parcels that are kept come home from several ranks. They are added up before they are added to own rows.
 
     Args:
         hops: posts the hops; None if the delivery has none.
@@ -195,7 +207,7 @@ class ReturningGrads:
         on_wire: the format in which they travel.
 
     Attributes:
-        going_home: the hop that is on its way, with the buffers of dK and dV that it brings; None if there is none.
+        going_home: the hop that is on its way, with the dK and dV that it brings; None if there is none.
     """
 
     def __init__(
@@ -209,15 +221,17 @@ class ReturningGrads:
         on_wire: RowFormat,
     ) -> None:
         self._delivery, self._hops, self._device, self._sums, self._on_wire = delivery, hops, device, sums, on_wire
-        self._buffer = self._new_sums(delivery.received) if delivery.is_kept else None
+        self._buffer: WireBuffer | None = None
+        self._spans_blocks = len(plan.blocks) > 1
         self.going_home: _GoingHome | None = None
-        self._spans_blocks = delivery.is_kept and len(plan.blocks) > 1
-        self._own: dict[Parcel, list[Tensor]] = {}
 
     def of_step(self, step: int) -> WireBuffer | None:
         """The buffer for dK and dV of the parcels that the tiles of ``step`` read; None without parcels."""
-        if not self._delivery.is_kept and self._delivery.grads:
-            self._buffer = self._new_sums(parcels_of(self._delivery.grads[step].sends))
+        delivery = self._delivery
+        if not delivery.is_kept and delivery.grads:
+            self._buffer = self._new_sums(parcels_of(delivery.grads[step].sends))
+        elif delivery.is_kept and step == delivery.first_step:
+            self._buffer = self._new_sums((*delivery.received, *delivery.own))
         return self._buffer
 
     def _new_sums(self, parcels: tuple[Parcel, ...]) -> WireBuffer | None:
@@ -234,54 +248,51 @@ class ReturningGrads:
         if step >= len(self._delivery.grads):
             return
         hop = self._delivery.grads[step]
-        if not (hop.sends or hop.receives):
+        if not hop:
             return
-        outgoing, incoming, arriving = {}, {}, []
+        outgoing = {}
         if self._buffer is not None:
             outgoing = self._buffer.to(self._on_wire.dtype, parcels_of(hop.sends)).by_peer(hop.sends)
-        for message in hop.receives:
-            arriving.append(WireBuffer(self._on_wire, message.parcels, self._device))
-            incoming[message.peer] = arriving[-1].buffer
+        arrivals = Arrivals(self._on_wire, hop.receives, self._device)
         assert self._hops is not None
-        is_kept = self._delivery.is_kept
-        posted = self._hops.post(step, hop, outgoing, incoming, self._on_wire, is_kept=is_kept, grads=True)
-        self.going_home = _GoingHome(posted, arriving, grads)
+        number = self._delivery.number
+        posted = self._hops.post(step, hop, outgoing, arrivals.by_peer, self._on_wire, delivery=number, grads=True)
+        is_last = not any(self._delivery.grads[step + 1 :])
+        self.going_home = _GoingHome(posted, arrivals, grads, is_last)
 
     def settle(self) -> None:
         """Wait for the hop that is on its way. Add what it brings to the parcels that are sent next, or to own rows."""
         if self.going_home is None:
             return
-        posted, buffers, grads = self.going_home
+        posted, arrivals, grads, is_last = self.going_home
         self.going_home = None
         posted.wait()
-        for buffer in buffers:
-            own: defaultdict[int, list[Rows]] = defaultdict(list)
-            passing: list[tuple[Tensor, Tensor]] = []
-            for parcel in buffer.parcels:
-                arrived = buffer.slices(parcel)
-                if self._buffer is not None and parcel in self._buffer.starts:
-                    passing += zip(self._buffer.slices(parcel), arrived, strict=True)
-                elif not self._spans_blocks:
-                    own[parcel.branch] += home(grads.sums, parcel, arrived)
-                elif parcel in self._own:
-                    passing += zip(self._own[parcel], arrived, strict=True)
-                else:
-                    self._own[parcel] = [grad.to(self._sums.dtype, copy=True) for grad in arrived]
-            if passing:
-                torch._foreach_add_(*map(list, zip(*passing, strict=True)))
-            for parts in own.values():  # parcels of different branches may hold the same rows
-                scatter_many(added=parts)
+        if self._buffer is not None:
+            self._buffer.add_arrived(arrivals)
+        if not self._delivery.is_kept:
+            is_here = (self._buffer is not None and self._buffer.starts) or {}
+            own = ((parcel, rows) for parcel, rows in arrivals.slices() if parcel not in is_here)
+            _add_home(grads.sums, own)
+        elif is_last and not self._spans_blocks:
+            self.finish(grads.sums)
 
     def finish(self, grads: Grads) -> None:
-        """Add what came home for several blocks of heads to the gradients of this rank's rows, of all heads."""
-        for parcel, own in self._own.items():
-            scatter_many(added=home(grads, parcel, own))
+        """Add what came home of parcels that were kept to the gradients of this rank's rows.
+
+        Called for each delivery in the end. With several blocks of heads, the gradients are those of all heads.
+        """
+        if self._delivery.is_kept and self._buffer is not None:
+            _add_home(grads, ((parcel, self._buffer.slices(parcel)) for parcel in self._delivery.own))
+        self._buffer = None
 
 
-def home(grads: Grads, parcel: Parcel, arrived: Sequence[Tensor]) -> list[Rows]:
-    """Where dK and dV of a parcel belong in the gradients of the rank that holds its keys."""
-    key, value = arrived
-    return [Rows(grads.key, parcel.source, key), Rows(grads.value, parcel.source, value)]
+def _add_home(grads: Grads, own: Iterable[tuple[Parcel, Sequence[Tensor]]]) -> None:
+    """Add dK and dV of parcels to the gradients of the rank that holds their keys."""
+    of_branch: defaultdict[int, list[Rows]] = defaultdict(list)
+    for parcel, (key, value) in own:
+        of_branch[parcel.branch] += Rows(grads.key, parcel.source, key), Rows(grads.value, parcel.source, value)
+    for parts in of_branch.values():  # parcels of different branches may hold the same rows
+        scatter_many(added=parts)
 
 
 def key_format(rows: StepRows) -> RowFormat:

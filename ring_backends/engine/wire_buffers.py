@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ring_backends.kernels.constants import constant
+from ring_backends.kernels.rows import SumPart, add_parts
 from ring_backends.schedule.rank_plan import Message, Parcel, ParcelRows
 
 ALIGNMENT = 16
@@ -110,6 +113,12 @@ def _stretches(row_format: RowFormat, held: tuple[Parcel, ...], parcels: tuple[P
     return found
 
 
+def views_at(buffer: Tensor, first: int, row_format: RowFormat, parcel: Parcel) -> list[Tensor]:
+    """The slices of a parcel that begins at the byte ``first`` of a buffer."""
+    slices = slices_of(row_format, len(parcel.streams), parcel.rows)
+    return [buffer[first + start : first + stop].view(dtype).view(shape) for start, stop, _, dtype, shape in slices]
+
+
 class WireBuffer:
     """One buffer for parcels that a rank sends or receives.
 
@@ -135,10 +144,7 @@ class WireBuffer:
 
     def slices(self, parcel: Parcel) -> list[Tensor]:
         """K, V and the marks of ``parcel`` as views of the buffer, or dK and dV. Without marks, there are two."""
-        first, views = self.starts[parcel], []
-        for start, stop, _, dtype, shape in slices_of(self.row_format, len(parcel.streams), parcel.rows):
-            views.append(self.buffer[first + start : first + stop].view(dtype).view(shape))
-        return views
+        return views_at(self.buffer, self.starts[parcel], self.row_format, parcel)
 
     def rows(self, rows: ParcelRows) -> tuple[Tensor, Tensor, Tensor | None]:
         """K, V and the marks of the rows, [batch, streams, rows, …]: views of the buffer if there is one part."""
@@ -169,6 +175,13 @@ class WireBuffer:
                     place.index_add_(1, constant(part.streams, grad), its_grad.to(place.dtype))
             first = last
 
+    def add_arrived(self, arrivals: Arrivals) -> None:
+        """Add the dK and dV that arrived to those of the same parcels here, if there are some."""
+        parts = _sums(self.row_format, self.parcels, arrivals.row_format, arrivals.messages)
+        if parts:
+            arrived = arrivals.buffer.view(arrivals.row_format.dtype)
+            add_parts(self.buffer.view(self.row_format.dtype), arrived, parts)
+
     def to(self, dtype: torch.dtype, parcels: tuple[Parcel, ...]) -> WireBuffer:
         """Return a buffer in ``dtype``: this one if it has it, or a copy of some parcels, which have no marks."""
         if dtype == self.row_format.dtype:
@@ -194,3 +207,51 @@ class WireBuffer:
                 found[message.parcels] = parts[0] if len(parts) == 1 else torch.cat(parts)
             by_peer[message.peer] = found[message.parcels]
         return by_peer
+
+
+class Arrivals:
+    """The messages with dK and dV that arrive in one hop, one after the other in one buffer.
+
+    A parcel may arrive from several peers.
+    """
+
+    def __init__(self, row_format: RowFormat, messages: tuple[Message, ...], device: torch.device) -> None:
+        self.row_format, self.messages = row_format, messages
+        self._bounds = _bounds(row_format, messages)
+        self.buffer = torch.empty(self._bounds[-1], dtype=torch.uint8, device=device)
+
+    @property
+    def by_peer(self) -> dict[int, Tensor]:
+        places = zip(self.messages, pairwise(self._bounds), strict=True)
+        return {message.peer: self.buffer[start:stop] for message, (start, stop) in places}
+
+    def slices(self) -> Iterator[tuple[Parcel, list[Tensor]]]:
+        """dK and dV of each parcel of each message, as views of the buffer."""
+        for message, first in zip(self.messages, self._bounds, strict=False):
+            starts, _ = wire_layout(self.row_format, message.parcels)
+            for parcel in message.parcels:
+                yield parcel, views_at(self.buffer, first + starts[parcel], self.row_format, parcel)
+
+
+@lru_cache(maxsize=4096)
+def _bounds(row_format: RowFormat, messages: tuple[Message, ...]) -> tuple[int, ...]:
+    """Where each message begins in a buffer, in bytes, and where the last one ends."""
+    return tuple(accumulate((row_format.buffer_bytes(message.parcels) for message in messages), initial=0))
+
+
+@lru_cache(maxsize=4096)
+def _sums(
+    sums: RowFormat, held: tuple[Parcel, ...], arriving: RowFormat, messages: tuple[Message, ...]
+) -> tuple[SumPart, ...]:
+    """Which elements of messages are added to those of a buffer of the parcels ``held``."""
+    at, _ = wire_layout(sums, held)
+    found: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for message, first in zip(messages, _bounds(arriving, messages), strict=False):
+        starts, _ = wire_layout(arriving, message.parcels)
+        for parcel in message.parcels:
+            if parcel in at:
+                both = (slices_of(x, len(parcel.streams), parcel.rows) for x in (sums, arriving))
+                for here, there in zip(*both, strict=True):
+                    place = (at[parcel] + here.start) // sums.dtype.itemsize, math.prod(here.shape)
+                    found[place].append((first + starts[parcel] + there.start) // arriving.dtype.itemsize)
+    return tuple(SumPart(*place, tuple(sources)) for place, sources in found.items())

@@ -350,7 +350,7 @@ class RingDilated(ParallelStyle):
         **options: Any,
     ) -> None:
         super().__init__()
-        check_options(None, layout, timeout, None, "rank", {})
+        check_options(None, layout, timeout, None, "rank", None, {})
         if seq_dim not in (1, 2):
             raise ValueError(
                 f"seq_dim = {seq_dim!r}: expected 2 for [batch, heads, local seq, head_dim], or 1 for [batch, local "

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -228,6 +228,51 @@ def add_rows(parts: Sequence[Rows]) -> None:
     places of a tensor [batch, seq, heads, …].
     """
     _move(added=parts, same_rows=True)
+
+
+class SumPart(NamedTuple):
+    """Elements that are added to others: their place and number, and where each of the summands begins."""
+
+    start: int
+    length: int
+    sources: tuple[int, ...]
+
+
+def add_parts(into: Tensor, summands: Tensor, parts: tuple[SumPart, ...]) -> None:
+    """Add elements of one flat tensor to those of another: on CUDA devices in one launch, if Triton is installed."""
+    if can_launch(into, summands):
+        table, sources, work = _sum_tables(parts, into.device)
+        arguments = into, summands, table, sources, work
+        kernel = triton_launch.kernels().add_parts
+        triton_launch.launch(kernel, len(work), into.device, arguments, {"BLOCK": BLOCK_ELEMENTS})
+        return
+    for turn in range(max(len(part.sources) for part in parts)):
+        pairs = [
+            (into[part.start : part.start + part.length], summands[source : source + part.length])
+            for part in parts
+            for source in part.sources[turn : turn + 1]
+        ]
+        torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
+
+
+@lru_cache(maxsize=1024)
+@untraced
+def _sum_tables(parts: tuple[SumPart, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """The parts [parts, 4], with the first of their summands and the number of these; the summands; and the part and
+    block of each program."""
+    counts = [len(part.sources) for part in parts]
+    firsts = [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
+    table = [[part.start, part.length, first, count] for part, first, count in zip(parts, firsts, counts, strict=True)]
+    blocks = torch.tensor([-(-part.length // BLOCK_ELEMENTS) for part in parts], device="cpu")
+    owner = torch.arange(len(parts), device="cpu").repeat_interleave(blocks)
+    block = torch.arange(len(owner), device="cpu") - (blocks.cumsum(0) - blocks)[owner]
+    tables = (
+        torch.tensor(table, dtype=torch.int64, device="cpu"),
+        torch.tensor([source for part in parts for source in part.sources], dtype=torch.int64, device="cpu"),
+        torch.stack([owner, block], 1).to(torch.int32),
+    )
+    first, second, third = (x.to(device) for x in tables)
+    return first, second, third
 
 
 def fill_rows(parts: Sequence[tuple[Tensor, DilatedRows]], value: float) -> None:

@@ -37,6 +37,7 @@ class Kernels(NamedTuple):
     grad_key_value: Any
     move_rows: Any
     merge_rows: Any
+    add_parts: Any
     is_interpreted: bool
 
 
@@ -55,6 +56,7 @@ def kernels() -> Kernels:
         grad_key_value.grad_key_value_kernel,
         rows.move_rows_kernel,
         rows.merge_rows_kernel,
+        rows.add_parts_kernel,
         is_interpreted,
     )
 

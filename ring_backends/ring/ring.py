@@ -54,6 +54,7 @@ class Ring(Members):
         timeout: the longest time from the beginning of a call to the end of its last wait for a peer.
         traffic: what this rank has sent. All layouts of the ring share it.
         adapter: name in the registry of the adapter whose ``initialize`` made the ring.
+        buffer_bytes: how large the buffers of a call may be, as in ``initialize``; the same on every rank.
         parts: for each living tensor that :meth:`shard` has returned, the dimension and this rank's number of rows. All
             layouts of the ring share it.
         connected: the (source, destination) pairs with this rank that NCCL has connected; None if hops do not go over
@@ -64,6 +65,7 @@ class Ring(Members):
     timeout: timedelta = timedelta(seconds=300)
     traffic: Traffic = dataclasses.field(default_factory=Traffic)
     adapter: str = "native"
+    buffer_bytes: int | None = None
     parts: WeakTensorKeyDictionary = dataclasses.field(
         default_factory=WeakTensorKeyDictionary, repr=False, compare=False
     )

@@ -13,7 +13,8 @@ from itertools import chain, groupby
 
 from torch import Tensor
 
-from ring_backends.schedule.bands import Band, Part, trimmed
+from ring_backends.schedule.bands import Band, trimmed
+from ring_backends.schedule.bands import Part as VisiblePart
 from ring_backends.schedule.branch import BranchSchedule
 from ring_backends.schedule.crossing import CrossingPieces
 from ring_backends.schedule.pattern import num_covered
@@ -32,8 +33,8 @@ from ring_backends.schedule.ring_schedule import RingSchedule
 from ring_backends.schedule.rows import DilatedRows, head_runs
 from ring_backends.schedule.sums import BranchRows, Roles, assign_roles
 from ring_backends.schedule.tiling import TileSize, cut
-from ring_backends.schedule.travel import Travel
-from ring_backends.schedule.trees import CHAIN, Tree
+from ring_backends.schedule.travel import Lot, Part, Travel
+from ring_backends.schedule.trees import CHAIN
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class _Piece:
 _Heads = Sequence[tuple[int, int, int]]  # (query head, key/value head, offset), relative to the block
 
 KeptParcels = Mapping[tuple[int, int], Sequence[Parcel]]
-"""The parcels that travel along trees and are kept, by branch and piece."""
+"""The parcels of a lot, by branch and piece."""
 
 
 class BlockBuilder:
@@ -129,12 +130,16 @@ class BlockBuilder:
             ]
             for branch in range(schedule.pattern.num_branches)
         ]
-        # The first block waits until the rows on trees have arrived.
-        self.kept_step = travel.num_tree_hops if first_kv_head == 0 else 0
+
+    def lot_step(self, lot: Lot) -> int:
+        """The step of the block that uses the rows of a lot. The first block waits until they have arrived."""
+        return lot.step if self.kv_heads.start == 0 else 0
 
     @cached_property
     def drafts(self) -> list[_Draft]:
-        return [_Draft() for _ in range(1 + max(self.travel.num_steps * self.shares, self.kept_step))]
+        last = max(map(self.lot_step, self.travel.lots), default=0)
+        num_deliveries = 1 + len(self.travel.lots)
+        return [_Draft.of(num_deliveries) for _ in range(1 + max(self.travel.num_steps * self.shares, last))]
 
     @cached_property
     def key_hops(self) -> list[_HopDraft]:
@@ -150,47 +155,45 @@ class BlockBuilder:
         keys, grads = ((hop.finish() for hop in (*hops, *missing)) for hops in (self.key_hops, self.grad_hops))
         return keys, grads
 
-    def kept(self) -> tuple[tuple[Hop, ...], KeptParcels]:
-        """The hops along trees, of which the first is empty, and their parcels. The block must have all heads."""
-        hops = [_HopDraft() for _ in range(1 + self.travel.num_tree_hops)]
+    def kept(self, lot: Lot) -> tuple[tuple[Hop, ...], KeptParcels]:
+        """The hops of a lot, and their parcels. The block must have all heads."""
+        hops = [_HopDraft() for _ in range(1 + lot.num_hops)]
         parcels: defaultdict[tuple[int, int], list[Parcel]] = defaultdict(list)
-        for index, tree in self.travel.trees.items():
-            for piece, _, _, parcel in self._deliver(self.schedule.branches[index], tree, hops):
-                parcels[index, piece.index].append(parcel)
-        return tuple(hop.finish() for hop in hops), parcels
+        for part in lot.parts:
+            for piece, _, _, parcel in self._deliver(part, hops):
+                parcels[part.branch, piece.index].append(parcel)
+        return tuple(hop.finish() for hop in hops[1:]), parcels
 
-    def _deliver(
-        self, branch: BranchSchedule, tree: Tree, hops: Sequence[_HopDraft], share: int = 0
-    ) -> Iterator[tuple[_Piece, _Route, int, Parcel]]:
-        """Add the parcels of a branch that pass through this rank to the hops, and yield them.
+    def _deliver(self, part: Part, hops: Sequence[_HopDraft]) -> Iterator[tuple[_Piece, _Route, int, Parcel]]:
+        """Add the parcels of a share of a branch that pass through this rank to the hops, and yield them.
 
         Args:
-            tree: along which the rows travel.
             hops: hop h of the tree is ``hops[h]``.
 
         Yields:
             The piece, its route, how far this rank is from the source, and the parcel.
         """
+        branch = self.schedule.branches[part.branch]
         for piece, route, distance in self._passing(branch):
-            for parcel in self._parcels(branch, piece, route.direction, share):
+            for parcel in self._parcels(part, piece, route.direction):
                 if distance > parcel.reach:
                     continue
                 if distance:
-                    hop, sender = tree.arrival(distance)
+                    hop, sender = part.tree.arrival(distance)
                     hops[hop].receives[route.rank(sender)].append(parcel)
-                for hop, receiver in tree.sends(distance, parcel.reach):
+                for hop, receiver in part.tree.sends(distance, parcel.reach):
                     hops[hop].sends[route.rank(receiver)].append(parcel)
                 yield piece, route, distance, parcel
 
     def block(
-        self, sizes: Sequence[TileSize], base_size: TileSize, kept: KeptParcels, *, is_rounded: bool
+        self, sizes: Sequence[TileSize], base_size: TileSize, kept: Sequence[KeptParcels], *, is_rounded: bool
     ) -> HeadBlock:
         """Build the block.
 
         Args:
             sizes: how large the tiles of each branch are.
             base_size: how large those of the base branch are instead (:mod:`ring_backends.schedule.sums`).
-            kept: the parcels that travel along trees.
+            kept: the parcels of each lot.
             is_rounded: whether results have a lower precision than sums.
         """
         num_heads, sizes = self.query_heads.stop - self.query_heads.start, [*sizes]
@@ -207,10 +210,11 @@ class BlockBuilder:
         for index in roles.order:
             branch = self.schedule.branches[index]
             rows[index] = self._local(branch, opens=roles.opens(index))
-            if index in self.travel.trees:
-                self.drafts[self.kept_step].tiles[1].extend(self._kept_tiles(branch, kept))
-            else:
+            if index not in self.travel.trees:
                 self._follow_chains(branch)
+                continue
+            for number, (lot, parcels) in enumerate(zip(self.travel.lots, kept, strict=True), 1):
+                self.drafts[self.lot_step(lot)].tiles[number].extend(self._kept_tiles(branch, parcels))
         return HeadBlock(
             self.query_heads,
             self.kv_heads,
@@ -388,7 +392,7 @@ class BlockBuilder:
 
     def _visible(
         self, branch: BranchSchedule, query: _Span, num_queries: int, first_key: int, num_keys: int, offset: int
-    ) -> Part | None:
+    ) -> VisiblePart | None:
         """The rows of a span and of some keys at one offset that see each other; None if there are none.
 
         Args:
@@ -429,7 +433,8 @@ class BlockBuilder:
         for share in range(self.shares):
             steps = slice(share * num_steps, None)
             keys, grads, drafts = self.key_hops[steps], self.grad_hops[steps], self.drafts[steps]
-            for piece, route, distance, parcel in self._deliver(branch, CHAIN, keys, share):
+            part = Part(branch.index, CHAIN, share, self.shares)
+            for piece, route, distance, parcel in self._deliver(part, keys):
                 if not distance:
                     grads[parcel.reach].receives[route.rank(parcel.reach)].append(parcel)
                     continue
@@ -441,8 +446,9 @@ class BlockBuilder:
                 if distance > 1:
                     grads[distance - 1].receives[route.rank(distance - 1)].append(parcel)
 
-    def _parcels(self, branch: BranchSchedule, piece: _Piece, direction: int, share: int) -> Iterator[Parcel]:
+    def _parcels(self, part: Part, piece: _Piece, direction: int) -> Iterator[Parcel]:
         """Yield the parcels of one share of a piece: one parcel for each combination of row count and reach."""
+        branch = self.schedule.branches[part.branch]
         index_of = {offset: index for index, offset in enumerate(branch.offsets.tolist())}
         num_rows, reach = branch.num_rows[piece.index].tolist(), branch.reach[piece.index].tolist()
         groups = defaultdict(list)
@@ -450,7 +456,7 @@ class BlockBuilder:
             index = index_of[stream[1]]
             groups[num_rows[index], reach[index]].append(stream)
         for (rows, hops), streams in groups.items():
-            first, last = rows * share // self.shares, rows * (share + 1) // self.shares
+            first, last = (rows * share // part.shares for share in (part.share, part.share + 1))
             if hops and last > first:
                 kv_heads, offsets = zip(*streams, strict=True)
                 start = int(branch.crossing.start[piece.index])
@@ -514,8 +520,12 @@ class _HopDraft:
 class _Draft:
     """A step under construction."""
 
-    tiles: tuple[list[Tile], list[Tile]] = field(default_factory=lambda: ([], []))
+    tiles: tuple[list[Tile], ...]
     phantoms: list[Phantom] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, num_deliveries: int) -> _Draft:
+        return cls(tuple([] for _ in range(num_deliveries)))
 
     def finish(self, sizes: Sequence[TileSize], roles: Roles) -> Step:
         """The step, with its tiles cut.

@@ -17,6 +17,7 @@ class BranchSchedule:
 
     Attributes:
         index: number of the branch.
+        ring_size: number of ranks.
         rate: dilation rate r.
         segment_length: w, at most the length of the sequence.
         offsets: the distinct offsets of the branch's heads: int64 [offsets].
@@ -31,6 +32,7 @@ class BranchSchedule:
     """
 
     index: int
+    ring_size: int
     rate: int
     segment_length: int
     offsets: Tensor
@@ -47,6 +49,13 @@ class BranchSchedule:
     def longest_reach(self) -> int:
         """The number of hops that the rows of the longest route make; 0 if no segment crosses a chunk boundary."""
         return int(self.reach.max()) if self.reach.numel() else 0
+
+    @cached_property
+    def own_rows(self) -> Tensor:
+        """The rows of K and V of each rank that another rank needs, over all heads: int64 [ring size]."""
+        rows, reach = self.travelling
+        total = torch.zeros(self.ring_size, dtype=torch.int64, device="cpu")
+        return total.index_add_(0, self.crossing.rank, (rows * (reach > 0)).sum(1))
 
     @cached_property
     def travelling(self) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TREE_SHARE = 0.10
-"""Maximum size of the buffers of all branches on trees (:mod:`ring_backends.schedule.trees`), as a share of q, k, v,
-out and their gradients."""
+"""Maximum size of the buffers of all rows on trees (:mod:`ring_backends.schedule.trees`), as a share of q, k, v, out
+and their gradients, unless :attr:`Limits.buffer_bytes` is more."""
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,7 @@ class Limits:
 
     Attributes:
         communication_share: maximum size of all communication buffers, as a share of q, k, v, out and their gradients.
+        buffer_bytes: the size of all communication buffers that no share limits.
         min_hop_bytes: minimum size of a hop after cutting. Smaller hops would save little memory, and most of their
             time would be latency, and launches of their tiles.
         min_block_bytes: minimum size of the query of a block of heads, unless the hops require smaller blocks. In bf16
@@ -26,19 +27,20 @@ class Limits:
     """
 
     communication_share: float
+    buffer_bytes: int
     min_hop_bytes: int
     min_block_bytes: int | None
     min_tile_bytes: int
     cuts_base: bool
 
 
-ON_CPU = Limits(0.05, 2 * 2**20, 4 * 2**20, 2**20, cuts_base=True)
+ON_CPU = Limits(0.05, 8 * 2**20, 2 * 2**20, 4 * 2**20, 2**20, cuts_base=True)
 
-ON_ACCELERATOR = Limits(0.10, 64 * 2**20, None, 64 * 2**20, cuts_base=False)
+ON_ACCELERATOR = Limits(0.10, 512 * 2**20, 32 * 2**20, None, 64 * 2**20, cuts_base=False)
 """Launches and latencies would dominate the time of smaller hops and tiles.
 
 In a replayed rank of 8 with 131,072 tokens, hops of at least 8 MiB cut the heads of a backward into ten blocks, and an
-H100 computed for 11 % of the time. The buffers of a backward take 1.1 GiB at most because of this limit.
+H100 computed for 11 % of the time.
 """
 
 

@@ -12,14 +12,14 @@ from ring_backends.schedule.branch import BranchSchedule
 from ring_backends.schedule.trees import CHAIN, Tree
 
 
-def rows_at(branch: BranchSchedule, ring_size: int, *, first: int, behind: int = 0) -> Tensor:
+def rows_at(branch: BranchSchedule, *, first: int, behind: int = 0) -> Tensor:
     """Count the rows that visit each rank on a part of their routes: int64 [ring size].
 
     The part begins at the distance ``first`` and ends ``behind`` ranks before the last one. With ``first=1``, these are
     the rows that each rank receives; with ``first=0`` and ``behind=1``, those that it passes on or sends on a
     chain.
     """
-    total = torch.zeros(ring_size + 1, dtype=torch.int64, device="cpu")
+    total = torch.zeros(branch.ring_size + 1, dtype=torch.int64, device="cpu")
     rows, reach = branch.travelling
     source, lo, hi, direction = (
         column.unsqueeze(1).expand_as(rows)
@@ -38,16 +38,46 @@ def rows_at(branch: BranchSchedule, ring_size: int, *, first: int, behind: int =
     return total.cumsum(0)[:-1]
 
 
-def rows_on_tree(branch: BranchSchedule, ring_size: int, tree: Tree) -> Tensor:
+def rows_on_tree(branch: BranchSchedule, tree: Tree) -> Tensor:
     """The rows that each rank sends in each hop if the rows travel along a tree: int64 [hops, ring size]."""
-    total = torch.zeros(len(tree.strides), ring_size, dtype=torch.int64, device="cpu")
     (rows, reach), longest = branch.travelling, branch.longest_reach
+    hops = []
     for hop, stride in enumerate(tree.strides):
-        step = tree.strides[hop - 1] if hop else longest + 1  # ranks in between have no rows before this hop
-        for distance in range(0, longest + 1, step):
-            receivers = (reach - distance).clamp(0, step - 1) // stride
-            total[hop].index_add_(0, _rank_at(branch, distance), (rows * receivers).sum(1))
-    return total
+        # Senders are ``step`` ranks apart: those in between have no rows before this hop. All but the last one send to
+        # as many ranks.
+        step = tree.strides[hop - 1] if hop else longest + 1
+        number = ((reach + 1) // step) * (reach > 0)
+        last = number * step
+        total = _in_steps(branch, step, number, rows * ((step - 1) // stride))
+        receivers = (reach - last).clamp(min=0) // stride
+        total.index_add_(0, _rank_at(branch, last).flatten(), (rows * receivers).flatten())
+        hops.append(total)
+    return torch.stack(hops)
+
+
+def _in_steps(branch: BranchSchedule, step: int, number: Tensor, weight: Tensor) -> Tensor:
+    """Add ``weight`` to the first ``number`` ranks on each route that are ``step`` apart: int64 [ring size].
+
+    Args:
+        number, weight: int64 [parts, different reaches].
+    """
+    crossing = branch.crossing
+    rank, lo, hi, direction = (
+        column.unsqueeze(1).expand_as(number)
+        for column in (crossing.rank, crossing.lo, crossing.hi, crossing.direction)
+    )
+    is_up, size = direction > 0, hi - lo + 1
+    begin = torch.where(is_up, rank - lo, hi - rank)  # counted along the route, from the end where it begins
+    before = torch.minimum(number, (size - begin + step - 1) // step)
+    # A column for each remainder, so that ranks ``step`` apart are neighbours in a column. A route wraps at most once.
+    changes = torch.zeros(-(-branch.ring_size // step) + 1, step, dtype=torch.int64, device="cpu")
+    for start, count in ((begin, before), (begin + before * step - size, number - before)):
+        first = torch.where(is_up, lo + start, hi - start - (count - 1) * step)
+        first = torch.where(count > 0, first, 0)
+        added = (weight * (count > 0)).flatten()
+        changes.view(-1).index_add_(0, first.flatten(), added)
+        changes.view(-1).index_add_(0, (first + count * step).flatten(), -added)
+    return changes.cumsum(0).view(-1)[: branch.ring_size]
 
 
 def rows_between(branch: BranchSchedule, hosts: Tensor, tree: Tree) -> tuple[int, int]:

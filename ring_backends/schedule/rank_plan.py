@@ -1,8 +1,8 @@
 """The plan of one rank: its part of a :class:`~ring_backends.RingSchedule`, step by step, as data.
 
 A plan has blocks of heads, which have steps. A step computes tiles with local keys, and with keys that have arrived
-before it. The rows of other ranks arrive in two *deliveries*: along chains, for one block of heads and one step at a
-time, and along trees of few hops (:mod:`ring_backends.schedule.trees`), for all heads at once. All ranks number the
+before it. The rows of other ranks arrive in *deliveries*: along chains, for one block of heads and one step at a time,
+and in lots along trees of few hops (:mod:`ring_backends.schedule.travel`), for all heads at once. All ranks number the
 steps in the same way. In some steps a rank may do nothing. :mod:`ring_backends.schedule.planner` makes plans.
 """
 
@@ -225,14 +225,17 @@ class Delivery:
         is_kept: whether a rank keeps the parcels of all hops, until the last step has used them. On chains, it keeps
             those of one hop.
         own: if they are kept, the parcels that this rank holds.
-        last_step: the last step that uses parcels that are kept, the same on every rank.
+        first_step, last_step: the first and the last step that use parcels that are kept, the same on every rank.
+        number: place of the delivery in the plan.
     """
 
     keys: tuple[Hop, ...] = ()
     grads: tuple[Hop, ...] = ()
     is_kept: bool = False
     own: tuple[Parcel, ...] = ()
+    first_step: int = 0
     last_step: int = 0
+    number: int = 0
 
     @cached_property
     def received(self) -> tuple[Parcel, ...]:
@@ -249,7 +252,7 @@ class Step:
         phantoms: the zero keys that are merged after the tiles.
     """
 
-    tiles: tuple[tuple[Tile, ...], ...] = ((), ())
+    tiles: tuple[tuple[Tile, ...], ...]
     phantoms: tuple[Phantom, ...] = ()
 
     @property
@@ -280,12 +283,12 @@ class RankPlan:
     """Everything one rank does in one forward, or in one backward.
 
     Attributes:
-        deliveries: along chains, and along trees of few hops.
+        deliveries: along chains, and one for each lot along trees.
     """
 
     rank: int
     blocks: tuple[HeadBlock, ...] = ()
-    deliveries: tuple[Delivery, Delivery] = (Delivery(), Delivery(is_kept=True))
+    deliveries: tuple[Delivery, ...] = (Delivery(),)
 
     @cached_property
     def steps(self) -> tuple[tuple[HeadBlock, Step], ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -21,9 +21,10 @@ from ring_backends.schedule.branch import BranchSchedule
 from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.crossing import crossing_pieces
 from ring_backends.schedule.layout import SequenceLayout
+from ring_backends.schedule.limits import limits_of
 from ring_backends.schedule.links import rows_at, rows_between
 from ring_backends.schedule.pattern import DilatedPattern, num_covered
-from ring_backends.schedule.travel import Travel
+from ring_backends.schedule.travel import Part, Travel, Volume, rows_of_parts
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class RingSchedule:
         ValueError, TypeError: an argument is invalid, or the pattern is undefined for this length and number of heads.
 
     >>> schedule = RingSchedule(DilatedPattern([64, 256], [1, 4]), SequenceLayout(256, 4), num_heads=4)
-    >>> schedule.travel(itemsize=4).num_steps  # segments of 256 cross shards, segments of 64 do not
-    3
+    >>> [schedule.travel(batch=1, head_dim=8, itemsize=4).num_hops(branch) for branch in (0, 1)]
+    [0, 1]
     >>> schedule.wire_bytes(0, batch=1, head_dim=8, itemsize=4)
     12288
     """
@@ -104,6 +105,7 @@ class RingSchedule:
             crossing = pieces.parts(self.layout, band * rate)
         return BranchSchedule(
             index=index,
+            ring_size=self.layout.ring_size,
             rate=rate,
             segment_length=segment_length,
             offsets=_integers(offsets),
@@ -122,24 +124,48 @@ class RingSchedule:
         """The number of positions of the rank that holds most."""
         return max(map(self.layout.local_len, {0, self.layout.ring_size - 1}))
 
-    def travel(self, *, itemsize: int, backward: bool = False, few_hops: bool = True) -> Travel:
+    def travel(
+        self,
+        *,
+        batch: int,
+        head_dim: int,
+        itemsize: int,
+        value_dim: int | None = None,
+        backward: bool = False,
+        device_type: str = "cpu",
+        buffer_bytes: int | None = None,
+        few_hops: bool = True,
+    ) -> Travel:
         """How the rows of K and V reach the ranks that need them, in a forward or in a backward.
 
         Args:
-            itemsize: bytes per element of K and V.
+            batch, head_dim, itemsize, value_dim: as in :meth:`wire_bytes`.
             backward: whether dK and dV are sent too.
+            device_type, buffer_bytes: as in :meth:`wire_bytes`.
             few_hops: whether the rows of sparse branches go straight to the ranks that need them, in one hop or a few.
                 False sends all rows along chains.
         """
-        grad_size = statistics_itemsize(itemsize) // itemsize if backward else 0
-        if (grad_size, few_hops) not in self._travels:
-            tensor_rows = 4 * self.longest * (self.num_heads + self.kv_heads) if few_hops else 0
-            travel = Travel(self.branches, self.layout.ring_size, tensor_rows, grad_size)
-            self._travels[grad_size, few_hops] = travel
-        return self._travels[grad_size, few_hops]
+        limits = limits_of(device_type)
+        volume = Volume(
+            query_rows=self.longest * self.num_heads,
+            key_rows=self.longest * self.kv_heads,
+            kv_heads=self.kv_heads,
+            pair_bytes=batch * key_value_dim(head_dim, value_dim) * itemsize,
+            itemsize=itemsize,
+            grad_itemsize=statistics_itemsize(itemsize) if backward else 0,
+            limits=limits,
+            buffer_bytes=limits.buffer_bytes if buffer_bytes is None else buffer_bytes,
+        )
+        if (volume, few_hops) not in self._travels:
+            self._travels[volume, few_hops] = Travel(self.branches, self._rows_of_parts, volume, few_hops)
+        return self._travels[volume, few_hops]
 
     @cached_property
-    def _travels(self) -> dict[tuple[int, bool], Travel]:
+    def _rows_of_parts(self) -> Callable[[Part], tuple[int, int, int]]:
+        return rows_of_parts(self.branches)
+
+    @cached_property
+    def _travels(self) -> dict[tuple[Volume, bool], Travel]:
         return {}
 
     @cached_property
@@ -148,10 +174,7 @@ class RingSchedule:
 
         In a backward, each rank sends as many rows of dK and dV.
         """
-        total = torch.zeros(self.layout.ring_size, dtype=torch.int64, device="cpu")
-        for branch in self.branches:
-            total += rows_at(branch, self.layout.ring_size, first=1)
-        return total
+        return torch.stack([rows_at(branch, first=1) for branch in self.branches]).sum(0)
 
     @cached_property
     def pairs(self) -> Tensor:
@@ -187,6 +210,8 @@ class RingSchedule:
         masked: bool = False,
         document_bytes: int = 0,
         grad_itemsize: int | None = None,
+        device_type: str = "cpu",
+        buffer_bytes: int | None = None,
     ) -> int:
         """Payload bytes that ``rank`` sends in one forward, or in one backward.
 
@@ -199,26 +224,54 @@ class RingSchedule:
             document_bytes: bytes of a document number; 0 without documents. Each key of each head travels with its
                 document number, which includes the mask.
             grad_itemsize: bytes per element of dK and dV. None: 4, or 8 for fp64.
+            device_type: of the tensors. On an accelerator more rows take the way of few hops, on which other ranks
+                send them.
+            buffer_bytes: as in :func:`ring_backends.initialize`.
         """
         row = key_value_dim(head_dim, value_dim)
         row_bytes = row * itemsize + (document_bytes or masked)
-        sent = int(self.travel(itemsize=itemsize, backward=backward).key_rows_sent[rank]) * row_bytes
+        travel = self.travel(
+            batch=batch,
+            head_dim=head_dim,
+            itemsize=itemsize,
+            value_dim=value_dim,
+            backward=backward,
+            device_type=device_type,
+            buffer_bytes=buffer_bytes,
+        )
+        sent = int(travel.key_rows_sent[rank]) * row_bytes
         if backward:
             sent += int(self.rows_received[rank]) * row * (grad_itemsize or statistics_itemsize(itemsize))
         return batch * sent
 
     def bytes_between_hosts(
-        self, hosts: Sequence[int], *, batch: int, head_dim: int, itemsize: int, value_dim: int | None = None
+        self,
+        hosts: Sequence[int],
+        *,
+        batch: int,
+        head_dim: int,
+        itemsize: int,
+        value_dim: int | None = None,
+        device_type: str = "cpu",
+        buffer_bytes: int | None = None,
     ) -> int:
         """Payload bytes that cross between hosts in one forward and one backward of the ring.
 
         Args:
             hosts: for each ring rank, a number that identifies its host.
-            batch, head_dim, itemsize, value_dim: as in :meth:`wire_bytes`.
+            batch, head_dim, itemsize, value_dim, device_type, buffer_bytes: as in :meth:`wire_bytes`.
         """
         numbers, total = _integers(hosts), 0
         for backward in (False, True):
-            travel = self.travel(itemsize=itemsize, backward=backward)
+            travel = self.travel(
+                batch=batch,
+                head_dim=head_dim,
+                itemsize=itemsize,
+                value_dim=value_dim,
+                backward=backward,
+                device_type=device_type,
+                buffer_bytes=buffer_bytes,
+            )
             for branch in self.branches:
                 keys, grads = rows_between(branch, numbers, travel.tree(branch.index))
                 total += keys * itemsize + (grads * statistics_itemsize(itemsize) if backward else 0)
@@ -247,12 +300,16 @@ class RingSchedule:
             headings.insert(2, "window")
         for heading in headings:
             branches.add_column(heading, justify="right")
-        travels = [self.travel(itemsize=itemsize, backward=backward) for backward in (False, True)]
+        forward, backward = (
+            self.travel(batch=batch, head_dim=head_dim, itemsize=itemsize, backward=direction)
+            for direction in (False, True)
+        )
         for branch in self.branches:
-            forward, backward = (travel.num_hops(branch.index) for travel in travels)
             num_heads = len(self.pattern.heads(branch.index, self.num_heads))
             row = [branch.index, branch.segment_length, branch.rate, num_heads, len(branch.crossing)]
-            cells = [f"{value:,}" for value in (*row, forward, 2 * backward)]
+            cells = [
+                f"{value:,}" for value in (*row, forward.num_hops(branch.index), 2 * backward.num_hops(branch.index))
+            ]
             if windows is not None:
                 window = windows[branch.index]
                 cells.insert(2, "-" if window is None else f"{window:,}")
@@ -263,7 +320,7 @@ class RingSchedule:
             ranks.add_column(heading, justify="right")
         shown = range(self.layout.ring_size)
         if len(shown) > 16:
-            busiest = [int(totals.argmax()) for totals in (travels[0].key_rows_sent, self.rows_received, self.pairs)]
+            busiest = [int(totals.argmax()) for totals in (forward.key_rows_sent, self.rows_received, self.pairs)]
             shown = sorted({0, 1, *busiest, len(shown) - 2, len(shown) - 1})  # type: ignore[assignment]
         for rank in shown:
             ranks.add_row(

@@ -1,129 +1,291 @@
-"""Along which trees the rows of all branches of a call travel."""
+"""Along which trees the rows of all branches of a call travel, and when."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import groupby
-from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ring_backends.schedule.branch import BranchSchedule
-from ring_backends.schedule.limits import TREE_SHARE
+from ring_backends.schedule.limits import TREE_SHARE, Limits
 from ring_backends.schedule.links import rows_at, rows_on_tree
-from ring_backends.schedule.trees import CHAIN, Tree, trees
+from ring_backends.schedule.trees import CHAIN, MESSAGE_COST, Tree, trees
+
+TILE_COST = 0.3
+"""The host's time to launch the tiles of one branch in one step, relative to the latency of a hop."""
+
+EXPOSED_COST = 1.5
+"""By how much a hop costs more if few tiles hide it."""
+
+
+@dataclass(frozen=True)
+class Volume:
+    """How large a call is: the tensors of the rank with most positions, and what its buffers may take.
+
+    Attributes:
+        query_rows, key_rows: rows of query and of key, over all heads.
+        kv_heads: number of key/value heads.
+        pair_bytes: bytes of a row of K and its row of V.
+        itemsize, grad_itemsize: bytes per element of K and V, and of dK and dV on the wire. 0 for a forward.
+        buffer_bytes: the size up to which communication buffers may be a larger share of the tensors.
+    """
+
+    query_rows: int
+    key_rows: int
+    kv_heads: int
+    pair_bytes: int
+    itemsize: int
+    grad_itemsize: int
+    limits: Limits
+    buffer_bytes: int
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of query, key, value, out and their gradients."""
+        return 2 * (self.query_rows + self.key_rows) * self.pair_bytes
+
+    @property
+    def budget(self) -> float:
+        """The maximum size of the communication buffers, in rows of K or V."""
+        size = max(TREE_SHARE * self.tensor_bytes, self.buffer_bytes)
+        return 2 * size / max(1, self.pair_bytes)
+
+
+class Part(NamedTuple):
+    """A share of the rows of a branch: number ``share`` of ``shares``, counted from 0, and the tree of all shares."""
+
+    branch: int
+    tree: Tree
+    share: int = 0
+    shares: int = 1
+
+
+@dataclass(frozen=True)
+class Lot:
+    """Rows that travel along trees at the same time.
+
+    Attributes:
+        parts: what travels.
+        step: the step whose tiles use the rows. The last hop arrives before it. dK and dV go home after it.
+    """
+
+    parts: tuple[Part, ...]
+    step: int = 0
+
+    @property
+    def num_hops(self) -> int:
+        return max(len(part.tree.strides) for part in self.parts)
+
+
+def rows_of_parts(branches: Sequence[BranchSchedule]) -> Callable[[Part], tuple[int, int, int]]:
+    """A function that returns the rows of a part that a rank receives, holds, and sends in one hop, at most each.
+
+    It takes the number of rows of the largest share.
+    """
+
+    @cache
+    def rows(part: Part) -> tuple[int, int, int]:
+        branch = branches[part.branch]
+        if part.shares > 1:
+            branch = replace(branch, num_rows=-(-branch.num_rows // part.shares))
+        counts = rows_at(branch, first=1), branch.own_rows, rows_on_tree(branch, part.tree)
+        received, own, sent = (int(count.max()) for count in counts)
+        return received, own, sent
+
+    return rows
+
+
+class _Way(NamedTuple):
+    """A way in which the rows of a call may travel, with what it costs relative to the latency of a hop."""
+
+    cost: float
+    rows: int
+    lots: tuple[Lot, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Travel:
     """How the rows of K and V travel in a forward, or those of K, V, dK and dV in a backward.
 
-    The rows of the sparsest branches travel along trees of few hops, as long as the buffers of all of them take at most
-    ``TREE_SHARE`` of query, key, value, out and their gradients. The rows of the others travel along chains. If these
-    take as many hops anyway, so do those of a branch that would save hardly any tile on a tree.
+    The rows of some branches travel along trees of few hops, those of the others along chains. Rows on trees are kept
+    until the step that uses them. If the buffers for all of them would be too large, they travel in several *lots*, one
+    after the other. Of all ways whose buffers are small enough, the one with the least cost is taken: of its hops, the
+    messages in them, and the tiles of each branch in each step.
 
     Args:
         branches: the branches of the schedule.
-        ring_size: number of ranks.
-        tensor_rows: rows of query, key, value, out and their gradients of one rank, over all heads.
-        grad_size: in a backward, bytes per element of dK and dV, relative to those of K and V; 0 in a forward.
+        rows_of: what :func:`rows_of_parts` returns for these branches.
+        volume: the size of the call.
+        few_hops: False lets all rows travel along chains.
     """
 
     branches: Sequence[BranchSchedule]
-    ring_size: int
-    tensor_rows: int
-    grad_size: int
+    rows_of: Callable[[Part], tuple[int, int, int]]
+    volume: Volume
+    few_hops: bool = True
 
     @cached_property
-    def _chosen(self) -> dict[int, tuple[Tree, int]]:
-        """The branches on trees by index, each with its tree and the rows of its buffers."""
-        received = {
-            branch.index: int(rows_at(branch, self.ring_size, first=1).max())
-            for branch in self.branches
-            if branch.longest_reach
-        }
-        found: dict[int, tuple[Tree, int]] = {}
-        sparsest = sorted(received, key=received.__getitem__)
-        while sparsest and not found:
-            found = self._fastest({index: received[index] for index in sparsest})
-            sparsest.pop()
-        steps = max((branch.longest_reach for branch in self.branches if branch.index not in found), default=0)
-        return {
-            index: (tree, rows)
-            for index, (tree, rows) in found.items()
-            if self.branches[index].longest_reach > min(steps, 2 * len(tree.strides))
-        }
+    def _way(self) -> _Way:
+        """The branches with the longest routes travel along trees first, since the longest chain counts."""
+        longest = sorted(
+            (branch for branch in self.branches if branch.longest_reach),
+            key=lambda branch: (-branch.longest_reach, self.rows_of(self._part(branch.index))),
+        )
+        numbers = [branch.index for branch in longest]
+        found = [_Way(self._chain_cost(numbers, self._cuts(numbers, 0)), 0, ())]
+        for count in range(1, 1 + self.few_hops * len(numbers)):
+            chained = numbers[count:]
+            for way in self._in_lots(numbers[:count]):
+                if len(way.lots) == 1 or self._blocks_of_sums == 1:
+                    cost = self._chain_cost(chained, self._cuts(chained, way.rows))
+                    found.append(way._replace(cost=way.cost + cost))
+        return min(found, key=lambda way: (way.cost, way.rows))
 
-    def _fastest(self, received: Mapping[int, int]) -> dict[int, tuple[Tree, int]]:
-        """The tree of each branch and the rows of its buffers; empty if these are too large together.
+    def _part(self, index: int) -> Part:
+        """All rows of a branch, and the tree along which they may travel."""
+        return Part(index, trees(self.branches[index].longest_reach)[0])
 
-        The hops of all branches travel at the same time, so the slowest tree counts. Among trees that are at most as
-        slow, each branch takes that with the smallest buffers.
+    def _chain_cost(self, chained: Sequence[int], cuts: int) -> float:
+        reaches = [self.branches[index].longest_reach for index in chained]
+        hops = max(reaches, default=0) * (1 + MESSAGE_COST)
+        return self._directions * cuts * (hops + TILE_COST * sum(reaches))
+
+    @property
+    def _directions(self) -> int:
+        return 2 if self.volume.grad_itemsize else 1
+
+    def _in_lots(self, on_trees: Sequence[int]) -> Iterator[_Way]:
+        """The ways in which the rows of these branches travel in one lot, or in several, within the budget.
+
+        Lots may overlap: while the tiles use one, the next one arrives, and the gradients of the one before go home.
+        Else each lot has the buffers for itself.
         """
-        found: dict[int, tuple[Tree, int]] = {}
-        limit = TREE_SHARE * self.tensor_rows
-        if sum(self._rows_with_keys(index, rows) for index, rows in received.items()) > limit:
-            return {}
-        reach = {index: self.branches[index].longest_reach for index in received}
-        choices = [(tree.cost(reach[index]), index, tree) for index in received for tree in trees(reach[index])]
-        for _, as_slow in groupby(sorted(choices, key=itemgetter(0)), key=itemgetter(0)):
-            for _, index, tree in as_slow:
-                rows = self._buffer_rows(index, tree, received[index])
-                if index not in found or rows < found[index][1]:
-                    found[index] = tree, rows
-            if len(found) == len(received) and sum(rows for _, rows in found.values()) <= limit:
-                return found
-        return {}
+        budget = self.volume.budget
+        branches = [*map(self._part, on_trees)]
+        whole = sum(map(self._alone, branches))
+        if whole <= budget:
+            lots = [Lot(tuple(branches))]
+            yield _Way(self._lot_cost(lots), int(whole), self._timed(lots, overlap=True))
+            return
+        for overlap, size, limit, factor in (
+            (True, self._overlapping, budget / 2, 1.0),
+            (False, self._alone, budget, EXPOSED_COST),
+        ):
+            lots, largest = self._packed(branches, size, limit)
+            if lots:
+                rows = int(2 * largest if overlap else largest)
+                yield _Way(factor * self._lot_cost(lots), rows, self._timed(lots, overlap=overlap))
 
-    def _rows_with_keys(self, index: int, received: int) -> int:
-        """The size of the buffers of a branch on a tree during its tiles, in rows of K or V.
+    def _packed(self, branches: Sequence[Part], size: Callable[[Part], float], limit: float) -> tuple[list[Lot], float]:
+        """Lots of at most ``limit`` rows, and the rows of the largest; none if a chain would take fewer hops."""
+        lots: list[tuple[float, list[Part]]] = []
+        for part in sorted(branches, key=size, reverse=True):
+            most = min(self.branches[part.branch].longest_reach, int(self.branches[part.branch].num_rows.max()))
+            shares = max(1, math.ceil(size(part) / max(1, limit)))
+            while shares <= most and size(part._replace(shares=shares)) > limit:
+                shares += 1
+            if shares > most:
+                return [], 0.0
+            rows = size(part._replace(shares=shares))
+            if shares > 1:
+                lots += [(rows, [part._replace(share=share, shares=shares)]) for share in range(shares)]
+                continue
+            fitting = [place for place, (held, _) in enumerate(lots) if held + rows <= limit]
+            if not fitting:
+                lots.append((rows, [part]))
+            else:
+                held, parts = lots[fitting[0]]
+                lots[fitting[0]] = held + rows, [*parts, part]
+        return [Lot(tuple(parts)) for _, parts in lots], max(rows for rows, _ in lots)
 
-        A rank has the received rows, a copy of its own, and in a backward the gradients of the received rows.
+    def _lot_cost(self, lots: Sequence[Lot]) -> float:
+        costs = (lot.num_hops + MESSAGE_COST * self._num_messages(lot) + TILE_COST * len(lot.parts) for lot in lots)
+        return self._directions * sum(costs)
+
+    def _num_messages(self, lot: Lot) -> int:
+        """How many messages with K and V a rank sends, at most."""
+        return max(part.tree.num_messages(self.branches[part.branch].longest_reach) for part in lot.parts)
+
+    def _timed(self, lots: Sequence[Lot], *, overlap: bool) -> tuple[Lot, ...]:
+        """The lots with their steps."""
+        found: list[Lot] = []
+        home = [0]  # for each lot, the first step after which its gradients are home
+        for lot in lots:
+            before = found[-1].step if found else 0
+            step = before + lot.num_hops
+            if found:
+                step = max(step, home[-2] + 1) if overlap else home[-1] + 1 + lot.num_hops
+            found.append(Lot(lot.parts, step))
+            home.append(step + (lot.num_hops if self.volume.grad_itemsize else 0))
+        return tuple(found)
+
+    def _alone(self, part: Part) -> float:
+        """The largest size of the buffers of rows on a tree that share them with no others, in rows of K or V.
+
+        A rank has the received rows, a copy of its own, and in a backward the gradients of both. After its tiles, it
+        has these gradients, and those that arrive in one hop.
         """
-        own = int(_own_rows(self.branches[index], self.ring_size).max())
-        return 2 * (received + own + self.grad_size * received)
+        keys, grads, arriving = self._sizes(part)
+        return max(keys + grads, grads + arriving)
 
-    def _buffer_rows(self, index: int, tree: Tree, received: int) -> int:
-        """The largest size of the buffers of a branch on a tree, in rows of K or V.
+    def _overlapping(self, part: Part) -> float:
+        """The same for rows that share the buffers with those before and after them: half of what all of them need."""
+        keys, grads, arriving = self._sizes(part)
+        return keys + grads + arriving / 2
 
-        After its tiles, a rank has the gradients of the received rows, and those that arrive in one hop. With several
-        blocks of heads, it also has the sums of the gradients of its own rows, which are not counted here.
-        """
-        arriving = int(self._sent(index, tree).max()) if self.grad_size else 0
-        return max(self._rows_with_keys(index, received), 2 * self.grad_size * (received + arriving))
+    def _sizes(self, part: Part) -> tuple[float, float, float]:
+        """Rows of K or V in the buffers for keys, for gradients, and for gradients that arrive in one hop."""
+        received, own, sent = self.rows_of(part._replace(share=0))
+        grad_size = self.volume.grad_itemsize / self.volume.itemsize
+        keys = received + own
+        return 2 * keys, 2 * grad_size * keys, 2 * grad_size * sent
 
     @cached_property
     def _sent(self) -> Callable[[int, Tree], Tensor]:
         """The rows that each rank sends in each hop if a branch is on a tree: int64 [hops, ring size]."""
-        return cache(lambda index, tree: rows_on_tree(self.branches[index], self.ring_size, tree))
+        return cache(lambda index, tree: rows_on_tree(self.branches[index], tree))
+
+    @property
+    def lots(self) -> tuple[Lot, ...]:
+        """The lots in which rows travel along trees, in the order of their steps."""
+        return self._way.lots
 
     @cached_property
     def trees(self) -> dict[int, Tree]:
         """The branches whose rows do not travel along chains, by index, each with its tree."""
-        return {index: tree for index, (tree, _) in self._chosen.items()}
+        return {part.branch: part.tree for lot in self.lots for part in lot.parts}
 
     def tree(self, branch: int) -> Tree:
         """The tree along which the rows of a branch travel."""
         return self.trees.get(branch, CHAIN)
 
-    @cached_property
+    @property
     def tree_rows(self) -> int:
-        """The size of the buffers of all branches on trees, in rows of K or V, over all heads."""
-        return sum(rows for _, rows in self._chosen.values())
+        """The size of the buffers of all rows on trees, in rows of K or V, over all heads."""
+        return self._way.rows
 
     @cached_property
     def num_tree_hops(self) -> int:
-        """The number of hops after which all rows on trees have arrived; 0 if there are none."""
-        return max((len(tree.strides) for tree in self.trees.values()), default=0)
+        """The number of hops with K and V on trees; 0 if there are none."""
+        return sum(lot.num_hops for lot in self.lots)
 
     @cached_property
-    def first_hop_share(self) -> float:
-        """The share of the rows on trees that travel in the first hop. Their dK and dV come home in the last one."""
-        sent = [self._sent(index, tree) for index, tree in self.trees.items()]
-        return sum(int(of_hops[0].sum()) for of_hops in sent) / max(1, sum(int(of_hops.sum()) for of_hops in sent))
+    def last_hop_share(self) -> float:
+        """The share of the dK and dV on trees that come home in the last hop."""
+        if not self.lots:
+            return 0.0
+        total = last = 0.0
+        for lot in self.lots:
+            for part in lot.parts:
+                of_hops = self._sent(part.branch, part.tree).sum(1) / part.shares
+                total += float(of_hops.sum())
+                last += float(of_hops[0]) if lot is self.lots[-1] else 0.0
+        return last / max(1.0, total)
 
     @cached_property
     def chained(self) -> tuple[BranchSchedule, ...]:
@@ -138,33 +300,64 @@ class Travel:
     @cached_property
     def num_tree_messages(self) -> int:
         """How many messages with K and V on trees a rank sends, at most."""
-        messages = (tree.num_messages(self.branches[index].longest_reach) for index, tree in self.trees.items())
-        return max(messages, default=0)
+        return sum(map(self._num_messages, self.lots))
 
     def num_hops(self, branch: int) -> int:
-        """The number of hops after which the rows of K and V of a branch have arrived. dK and dV take as many."""
-        return self.tree(branch).num_hops(self.branches[branch].longest_reach)
+        """The number of hops with rows of K and V of a branch. dK and dV take as many."""
+        tree = self.tree(branch)
+        num_lots = sum(part.branch == branch for lot in self.lots for part in lot.parts) or 1
+        return num_lots * tree.num_hops(self.branches[branch].longest_reach)
+
+    @cached_property
+    def cuts(self) -> tuple[int, int]:
+        """Into how many blocks the heads are cut, and into how many shares the rows of each hop along chains.
+
+        Rows on trees travel for all blocks at once, so several lots need a single block.
+        """
+        cuts = self._cuts([branch.index for branch in self.chained], self.tree_rows)
+        blocks = 1 if len(self.lots) > 1 else min(self.volume.kv_heads, max(cuts, self._blocks_of_sums))
+        return blocks, -(-cuts // blocks)
+
+    @property
+    def _blocks_of_sums(self) -> int:
+        """How many blocks keep the sums of gradients small."""
+        volume, least = self.volume, self.volume.limits.min_block_bytes
+        if least is None or volume.grad_itemsize <= volume.itemsize:
+            return 1
+        return max(1, min(volume.kv_heads, volume.query_rows * volume.pair_bytes // 2 // least))
+
+    def _cuts(self, chained: Iterable[int], tree_rows: int) -> int:
+        """How many cuts keep the communication buffers small.
+
+        Only the rows on chains are cut. At most three buffers of their K and V exist at a time: one to send, one in
+        use, one to receive. In a backward, there are at most three more of dK and dV, in the statistics dtype: one
+        being computed, one to send, one to receive.
+        """
+        volume, limits = self.volume, self.volume.limits
+        hop = self._rows_in_flight(chained) * volume.pair_bytes
+        buffers = 3 * hop + 3 * hop * volume.grad_itemsize // volume.itemsize
+        # The buffers of rows on trees leave less for the others, but never less than a quarter.
+        budget = max(limits.communication_share * volume.tensor_bytes, volume.buffer_bytes)
+        left = max(budget / 4, budget - tree_rows * volume.pair_bytes / 2)
+        cuts = -(-buffers // max(1, int(left)))
+        return max(1, min(cuts, hop // limits.min_hop_bytes))
 
     @cached_property
     def max_rows_in_flight(self) -> int:
         """Maximum number of rows of K and V on chains, over all heads, that one rank passes on at a time."""
-        rows = torch.zeros(self.ring_size, dtype=torch.int64, device="cpu")
-        return int(sum((_own_rows(branch, self.ring_size) for branch in self.chained), rows).max())
+        return self._rows_in_flight(branch.index for branch in self.chained)
+
+    def _rows_in_flight(self, chained: Iterable[int]) -> int:
+        rows = [self.branches[index].own_rows for index in chained]
+        return int(torch.stack(rows).sum(0).max()) if rows else 0
 
     @cached_property
     def key_rows_sent(self) -> Tensor:
         """Rows of K and V that each rank sends, over all heads. K and V count as one row: int64 [ring size]."""
-        total = torch.zeros(self.ring_size, dtype=torch.int64, device="cpu")
-        for branch in self.branches:
-            if branch.index in self.trees:
-                total += self._sent(branch.index, self.trees[branch.index]).sum(0)
-            else:
-                total += rows_at(branch, self.ring_size, first=0, behind=1)
-        return total
-
-
-def _own_rows(branch: BranchSchedule, ring_size: int) -> Tensor:
-    """The rows of each rank that another rank needs, over all heads: int64 [ring size]."""
-    rows, reach = branch.travelling
-    total = torch.zeros(ring_size, dtype=torch.int64, device="cpu")
-    return total.index_add_(0, branch.crossing.rank, (rows * (reach > 0)).sum(1))
+        sent = [
+            self._sent(branch.index, self.trees[branch.index]).sum(0)
+            if branch.index in self.trees
+            else rows_at(branch, first=0, behind=1)
+            for branch in self.branches
+        ]
+        return torch.stack(sent).sum(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -46,6 +47,7 @@ def thread_ring_results(case: AttentionCase, ring_size: int, layout: Any) -> tup
     """The whole results of a ring of threads, and its rings by rank, which have the traffic."""
 
     def attend(ring: ThreadRing) -> tuple[Results, ThreadRing]:
+        ring = replace(ring, buffer_bytes=case.buffer_bytes)
         attention = ThreadRingDilatedAttention(ring=ring, **module_options(case))
         return local_call("", ring, case, attention=attention).results(), ring
 
@@ -78,6 +80,7 @@ def check_bytes(case: AttentionCase, rings: tuple[ThreadRing, ...]) -> None:
     """Check that the ranks have sent the bytes of the schedule in one forward and backward."""
     sizes = {"batch": case.batch, "head_dim": case.head_dim, "value_dim": case.value_dim, "itemsize": 8}
     sizes |= {"masked": case.masked is not None, "document_bytes": 0 if case.documents is None else 8}
+    sizes["buffer_bytes"] = case.buffer_bytes
     for ring in rings:
         schedule = case.schedule(ring.size, ring.layout_kind)
         forward, backward = (schedule.wire_bytes(ring.rank, **sizes, backward=direction) for direction in (False, True))
@@ -101,9 +104,11 @@ def check_rounds_like(got: Results, case: AttentionCase, *others: Results) -> No
     layout=layouts,
     cut=st.booleans(),
     message_cost=st.sampled_from([None, 0.0, None, 0.3, 5.0]),
+    share=st.sampled_from([1e9, 1.0, 0.3]),
 )
-def test_fine_cuts_and_trees_equal_the_reference(part, case, ring_size, layout, cut, message_cost):
-    trees = contextlib.nullcontext() if message_cost is None else every_branch_on_trees(message_cost)
+def test_fine_cuts_and_trees_equal_the_reference(part, case, ring_size, layout, cut, message_cost, share):
+    """Rows on trees travel in one lot, or in several."""
+    trees = contextlib.nullcontext() if message_cost is None else every_branch_on_trees(message_cost, share=share)
     with fine_cuts() if cut or message_cost is None else contextlib.nullcontext(), trees:
         actual, rings = thread_ring_results(case, ring_size, layout)
         check_exact(actual, expected(case))

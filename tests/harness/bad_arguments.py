@@ -134,6 +134,8 @@ BAD_RINGS = {
     "timeout a text": _bad("timeout = '5'", "timedelta", error=TypeError, timeout="5"),
     "timeout infinite": _bad("timeout = inf", "finite", timeout=float("inf")),
     "timeout 0": _bad("timeout = 0:00:00", timeout=timedelta(0)),
+    "buffer_bytes below 0": _bad("buffer_bytes = -1", buffer_bytes=-1),
+    "buffer_bytes a float": _bad("buffer_bytes = 1.5", error=TypeError, buffer_bytes=1.5),
     "group a list": _bad("group = [0, 1]", error=TypeError, group=[0, 1]),
     "group of two axes": _bad("group", "'data', 'ring'", group=_mesh),
     "ring_size auto of nothing": _bad("ring_size = 'auto'", "seq_len", "head_dim", ring_size="auto"),

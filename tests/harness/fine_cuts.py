@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from unittest import mock
 
@@ -32,13 +32,23 @@ def fine_cuts(min_bytes: int = 16) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def every_branch_on_trees(message_cost: float = trees.MESSAGE_COST) -> Iterator[None]:
-    """Let the rows of all branches travel along trees within this context, as if they were sparse.
+def every_branch_on_trees(message_cost: float = trees.MESSAGE_COST, *, share: float = 1e9) -> Iterator[None]:
+    """Let the rows of all branches travel along trees within this context, as far as the buffers allow.
 
     Args:
         message_cost: the larger it is, the more hops with fewer messages are made.
+        share: how large the buffers may be, as a share of the tensors. The smaller it is, the more lots are made.
     """
-    with mock.patch.object(travel, "TREE_SHARE", 1e9), mock.patch.object(trees, "MESSAGE_COST", message_cost):
+
+    def chain_cost(way: travel.Travel, chained: Sequence[int], cuts: int) -> float:
+        return 1e9 * sum(way.branches[index].longest_reach for index in chained)
+
+    with (
+        mock.patch.object(travel, "TREE_SHARE", share),
+        mock.patch.multiple(trees, MESSAGE_COST=message_cost),
+        mock.patch.multiple(travel, MESSAGE_COST=message_cost),
+        mock.patch.object(travel.Travel, "_chain_cost", chain_cost),
+    ):
         forget_calls()
         yield
     forget_calls()

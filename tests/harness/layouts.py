@@ -97,4 +97,5 @@ class LayoutTests(AdapterSuite):
         assert (other.size, other.rank) == (ring.size, ring.rank), other
         for made, layout in ((ring, "zigzag"), (other, "contiguous")):
             assert made.layout_kind == layout, made
+            assert made.buffer_bytes == 0, made
             torch.testing.assert_close(made.positions(27), rows_of_ranks(27, 4, layout)[ring.rank])

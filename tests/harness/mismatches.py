@@ -60,6 +60,7 @@ DIFFERENCES = {
     "layout": Difference("layout", "contiguous", "zigzag", layout="zigzag"),
     "is_causal": Difference("is_causal", "False", "True", {"is_causal": True}),
     "scale": Difference("scale", str(8**-0.5), "0.5", {"scale": 0.5}),
+    "buffers": Difference("buffer_bytes", "0", "4096", {"buffer_bytes": 4096}),
     "mask": Difference("key_padding_mask", "none", "given", {"masked": "random"}),
     "sinks": Difference("sinks", "none", "given", {"sinks": True}),
     "score_mod": Difference(

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ring_backends.engine.call
+from ring_backends.engine.wire import TAGS_PER_STEP
 from ring_backends.kernels import select_kernel
 from ring_backends.ring.stream_hops import StreamHop
 from ring_backends.ring.transfer import Transfer
@@ -51,12 +52,12 @@ class Event:
     @property
     def posts_keys(self) -> bool:
         """Whether the hop was posted for K and V on a chain."""
-        return self.what == "post" and self.tag % 4 == 0
+        return self.what == "post" and self.tag % TAGS_PER_STEP == 0
 
     @property
     def step(self) -> int:
         """The step of the schedule that waits for this hop of K and V."""
-        return (self.tag & 0xFFFF) // 4
+        return (self.tag & 0xFFFF) // TAGS_PER_STEP
 
 
 @dataclass

@@ -156,7 +156,9 @@ def new_ring(adapter: str, rings: RingSpec, seconds: float = 60.0, layout: Layou
 
 def _join(adapter: str, rings: RingSpec, seconds: float, layout: LayoutKind) -> Ring | None:
     timeout = timedelta(seconds=seconds)
-    initialize: Callable[..., Ring] = partial(backend(adapter).initialize, layout=layout, timeout=timeout)
+    initialize: Callable[..., Ring] = partial(
+        backend(adapter).initialize, layout=layout, timeout=timeout, buffer_bytes=0
+    )
     if rings.how == "size":
         return initialize(rings.size)
     if rings.how == "hosts":

@@ -47,6 +47,7 @@ class AttentionCase:
             lengths, and a run of rows without a document. ``"shuffled"``: each row has a random id, or none.
             ``"resumed"``: two documents take turns, for 40 rows each.
         replica: the index of the ring in the world. The dropout mask depends on it.
+        buffer_bytes: that of the ring. With 0, most rows of such small calls travel along chains.
     """
 
     seq_len: int
@@ -72,6 +73,7 @@ class AttentionCase:
     dtype: torch.dtype = torch.float32
     seed: int = 0
     spoiled: tuple[tuple[str, int, float], ...] = ()
+    buffer_bytes: int | None = 0
 
     def __repr__(self) -> str:
         """The constructor call, without default values."""
@@ -293,6 +295,7 @@ def attention_cases(
         dropout_p=draw(st.sampled_from(dropout_ps)),
         dtype=draw(st.sampled_from(dtypes)),
         seed=draw(st.integers(0, 2**16)),
+        buffer_bytes=draw(st.sampled_from([0, None, 400, 4000])),
     )
 
 

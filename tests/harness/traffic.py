@@ -53,7 +53,7 @@ HOPS_BY_HAND = {
 def sizes_of(case: AttentionCase) -> dict[str, Any]:
     """The sizes of a case as arguments of the schedule."""
     dims = {"head_dim": case.head_dim, "value_dim": case.value_dim}
-    return {"batch": case.batch, **dims, "itemsize": case.dtype.itemsize}
+    return {"batch": case.batch, **dims, "itemsize": case.dtype.itemsize, "buffer_bytes": case.buffer_bytes}
 
 
 def planned_hops(case: AttentionCase, rings: RingSpec, layout: LayoutKind, ring_rank: int, *, backward: bool) -> int:

@@ -19,7 +19,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton_interpreter import fixed_examples, interpreted, patch_interpreter
 
 from ring_backends.kernels import rows
-from ring_backends.kernels.rows import Rows, add_rows, can_launch, fill_rows, gather_many, merge_rows, scatter_many
+from ring_backends.kernels.rows import (
+    Rows,
+    SumPart,
+    add_parts,
+    add_rows,
+    can_launch,
+    fill_rows,
+    gather_many,
+    merge_rows,
+    scatter_many,
+)
 from ring_backends.schedule.rows import DilatedRows, head_runs
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -227,3 +237,27 @@ def test_tensors_without_values_and_on_other_devices_are_left_to_torch() -> None
     with FakeTensorMode():
         fake = torch.zeros(1, device="cuda")
     assert not any(map(can_launch, (fake, torch.zeros(1), torch.zeros(1, device="meta"))))
+
+
+@fixed_examples(40)
+@given(
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=4),
+    counts=st.lists(st.integers(1, 4), min_size=4, max_size=4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    launched=st.booleans(),
+)
+def test_added_parts_equal_a_loop(lengths: list[int], counts: list[int], dtype: torch.dtype, launched: bool) -> None:
+    """Each part has summands of its own, which lie anywhere. Gaps between parts keep their values."""
+    random, parts, start, end = torch.Generator().manual_seed(sum(lengths)), [], 3, 0
+    for length, count in zip(lengths, counts, strict=False):
+        parts.append(SumPart(start, length, tuple(end + 2 * number * length for number in range(count))))
+        start, end = start + length + 5, end + 2 * count * length
+    into = torch.randn(start, generator=random)
+    summands = torch.randn(end, generator=random).to(dtype)
+    exact = into.double()
+    for part in parts:
+        for source in part.sources:
+            exact[part.start : part.start + part.length] += summands[source : source + part.length].double()
+    with mock.patch.object(rows, "can_launch", return_value=launched):
+        add_parts(into, summands, tuple(parts))
+    torch.testing.assert_close(into.double(), exact, rtol=1e-6, atol=1e-6)

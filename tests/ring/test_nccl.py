@@ -173,7 +173,7 @@ def test_a_header_on_the_host_is_never_zero() -> None:
 def post(hops: Hops, step: int) -> PostedHop:
     """Post a hop in which this rank receives 4 bytes from rank 1."""
     incoming = {1: torch.zeros(4, dtype=torch.uint8)}
-    return hops.post(step, Hop(), {}, incoming, RowFormat(1, 4, 4, torch.float32), is_kept=False)
+    return hops.post(step, Hop(), {}, incoming, RowFormat(1, 4, 4, torch.float32), delivery=0)
 
 
 @THOROUGH

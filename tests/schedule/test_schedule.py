@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from ring_backends.schedule.planner import rank_plan
 from ring_backends.schedule.rank_plan import Hop, Message, Parcel, RankPlan, Step
 from ring_backends.schedule.rows import DilatedRows
 from ring_backends.schedule.tiling import max_tile_bytes
+from ring_backends.schedule.travel import Travel
 from ring_backends.testing.fine_cuts import every_branch_on_trees, fine_cuts
 from ring_backends.testing.marks import THOROUGH
 from ring_backends.testing.reference import reference_counts
@@ -34,10 +35,14 @@ from ring_backends.testing.strategies import AttentionCase, attention_cases, in_
 RING_SIZES = st.one_of(st.integers(1, 8), st.sampled_from([16, 31, 64]))
 LAYOUTS = st.sampled_from(["contiguous", "zigzag"])
 CASES = attention_cases(max_n=90, max_heads=4, paddings=["masked"], masks=[None], dtypes=[torch.float32])
-SIZES = {"batch": 1, "head_dim": 4, "itemsize": 4}
+SIZES = {"batch": 1, "head_dim": 4, "itemsize": 4, "buffer_bytes": 0}
 
 
-def plans_of(schedule: RingSchedule) -> list[RankPlan]:
+def sizes_of(case: AttentionCase) -> dict[str, Any]:
+    return {**SIZES, "buffer_bytes": case.buffer_bytes}
+
+
+def plans_of(schedule: RingSchedule, case: AttentionCase) -> list[RankPlan]:
     """The backward plan of every rank. It contains the steps of the forward plan.
 
     Ranks differ in their threads, in the bands that their kernels take, and in whether tiles are cut.
@@ -45,7 +50,7 @@ def plans_of(schedule: RingSchedule) -> list[RankPlan]:
     tile_bytes = max_tile_bytes(torch.device("cpu"), 0, backward=True)
     cuts = {"tile_bytes": tile_bytes}, {"tile_bytes": tile_bytes, "takes_bands": True}, {}
     return [
-        rank_plan(schedule, rank, **SIZES, backward=True, threads=1 + rank % 3, **cuts[rank % 4 % 3])
+        rank_plan(schedule, rank, **sizes_of(case), backward=True, threads=1 + rank % 3, **cuts[rank % 4 % 3])
         for rank in range(schedule.layout.ring_size)
     ]
 
@@ -58,11 +63,12 @@ def parcels_of(messages: tuple[Message, ...]) -> Iterator[tuple[int, Parcel]]:
     return ((message.peer, parcel) for message in messages for parcel in message.parcels)
 
 
-def check_symmetry(schedule: RingSchedule) -> None:
+def check_symmetry(plans: list[RankPlan]) -> None:
     """Check that i sends to j what j expects from i, in the same order, and that each hop names a peer once."""
-    plans = plans_of(schedule)
-    assert len({len(plan.steps) for plan in plans}) == len({plan.deliveries[1].last_step for plan in plans}) == 1
-    for delivery, kind in itertools.product(range(2), ("keys", "grads")):
+    assert len({len(plan.steps) for plan in plans}) == 1
+    times = {tuple((delivery.first_step, delivery.last_step) for delivery in plan.deliveries) for plan in plans}
+    assert len(times) == 1
+    for delivery, kind in itertools.product(range(len(times.pop())), ("keys", "grads")):
         hops = {plan.rank: getattr(plan.deliveries[delivery], kind) for plan in plans}
         assert len({*map(len, hops.values())}) == 1
         sent, received = keys_of_messages(hops, "sends"), keys_of_messages(hops, "receives")
@@ -81,34 +87,37 @@ def keys_of_messages(hops: dict[int, tuple[Hop, ...]], kind: str) -> dict[tuple[
     return found
 
 
-def check_forwarding(schedule: RingSchedule) -> None:
+def check_forwarding(schedule: RingSchedule, plans: list[RankPlan]) -> None:
     """Check that a rank sends own rows or parcels of the previous step, and returns gradients of received ones."""
-    for plan in plans_of(schedule):
+    for plan in plans:
         arrived: set[Parcel] = set()
         pieces = schedule.layout.pieces(plan.rank)
-        chained, kept = plan.deliveries
+        chained, *lots = plan.deliveries
         for step, hop, grads in zip(steps_of(plan), chained.keys, chained.grads, strict=True):
             for _, parcel in parcels_of(hop.sends):
                 assert parcel in arrived or any(parcel.start in piece for piece in pieces)
             arrived = {parcel for _, parcel in parcels_of(hop.receives)}
             assert arrived == {parcel for _, parcel in parcels_of(grads.sends)}
             assert {parcel for tile in step.tiles[0] for parcel in tile.parcels} <= arrived
-        here = {*kept.own}
-        assert all(any(parcel.start in piece for piece in pieces) for parcel in here)
-        for hop in kept.keys:
-            assert {parcel for _, parcel in parcels_of(hop.sends)} <= here
-            here |= {parcel for _, parcel in parcels_of(hop.receives)}
-        for index, step in enumerate(steps_of(plan)):
-            if step.tiles[1]:
-                assert len(kept.keys) <= index + 1 or index >= len(plan.blocks[0].steps)
-                assert index <= kept.last_step
-            assert {parcel for tile in step.tiles[1] for parcel in tile.parcels} <= here
-        returned = [parcel for hop in kept.grads for _, parcel in parcels_of(hop.sends)]
-        assert Counter(returned) == Counter(kept.received)
-        assert not any(kept.grads[: kept.last_step])
+        for kept in lots:
+            here = {*kept.own}
+            assert all(any(parcel.start in piece for piece in pieces) for parcel in here)
+            for hop in kept.keys:
+                assert {parcel for _, parcel in parcels_of(hop.sends)} <= here
+                here |= {parcel for _, parcel in parcels_of(hop.receives)}
+            for index, step in enumerate(steps_of(plan)):
+                tiles = step.tiles[kept.number]
+                if tiles:
+                    assert len(kept.keys) <= index + 1 or index >= len(plan.blocks[0].steps)
+                    assert kept.first_step <= index <= kept.last_step
+                assert {parcel for tile in tiles for parcel in tile.parcels} <= here
+            returned = [parcel for hop in kept.grads for _, parcel in parcels_of(hop.sends)]
+            assert Counter(returned) == Counter(kept.received)
+            assert not any(kept.grads[: kept.last_step])
+            assert not any(kept.keys[kept.first_step + 1 :])
 
 
-def computed_counts(schedule: RingSchedule) -> Tensor:
+def computed_counts(schedule: RingSchedule, plans: list[RankPlan]) -> Tensor:
     """int64 [H, n, n]: how often all ranks together compute each (head, query position, key position)."""
     layout, heads = schedule.layout, schedule.num_heads
     counts = torch.zeros(heads, layout.seq_len, layout.seq_len, dtype=torch.int64)
@@ -117,7 +126,7 @@ def computed_counts(schedule: RingSchedule) -> Tensor:
     def grid(rank: int, num_heads: int) -> Tensor:
         return positions[rank].view(1, -1, 1).expand(1, -1, num_heads)
 
-    for plan in plans_of(schedule):
+    for plan in plans:
         for block in plan.blocks:
             query_grid = grid(plan.rank, block.heads.stop - block.heads.start)
             for step in block.steps:
@@ -150,24 +159,25 @@ def owner_of(layout: SequenceLayout, position: int) -> int:
     return next(r for r in range(layout.ring_size) if any(position in piece for piece in layout.pieces(r)))
 
 
-def check_completeness(schedule: RingSchedule, case: AttentionCase) -> None:
+def check_completeness(schedule: RingSchedule, plans: list[RankPlan], case: AttentionCase) -> None:
     options = {name: value for name, value in case.options().items() if name not in ("padding", "scale")}
     expected = reference_counts(case.seq_len, case.num_heads, **options)
-    assert torch.equal(computed_counts(schedule), expected)
+    assert torch.equal(computed_counts(schedule, plans), expected)
     assert int(schedule.pairs.sum()) == int(expected.sum())
 
 
 def check_plans(schedule: RingSchedule, case: AttentionCase) -> None:
-    check_symmetry(schedule)
-    check_forwarding(schedule)
-    check_bytes(schedule)
-    check_completeness(schedule, case)
+    plans = plans_of(schedule, case)
+    check_symmetry(plans)
+    check_forwarding(schedule, plans)
+    check_bytes(schedule, plans, case)
+    check_completeness(schedule, plans, case)
 
 
-def check_bytes(schedule: RingSchedule) -> None:
+def check_bytes(schedule: RingSchedule, plans: list[RankPlan], case: AttentionCase) -> None:
     """Check that the computed totals equal the sums over the steps of all ranks."""
-    for plan in plans_of(schedule):
-        keys = schedule.travel(itemsize=SIZES["itemsize"], backward=True).key_rows_sent
+    for plan in plans:
+        keys = schedule.travel(**sizes_of(case), backward=True).key_rows_sent
         for kind, rows in (("keys", keys), ("grads", schedule.rows_received)):
             hops = [hop for delivery in plan.deliveries for hop in getattr(delivery, kind)]
             parcels = [parcel for hop in hops for _, parcel in parcels_of(hop.sends)]
@@ -185,15 +195,83 @@ def test_fine_cuts_change_only_the_number_of_hops(part: int, case: AttentionCase
 
 @in_parts(4)
 @settings(max_examples=5, deadline=None)
-@given(case=CASES, ring_size=RING_SIZES, layout=LAYOUTS, message_cost=st.sampled_from([0.0, 0.3, 5.0]))
-def test_branches_on_trees(part: int, case: AttentionCase, ring_size: int, layout: str, message_cost: float) -> None:
-    """The rows of all branches travel along trees, in one hop or in several."""
-    with every_branch_on_trees(message_cost):
+@given(
+    case=CASES,
+    ring_size=RING_SIZES,
+    layout=LAYOUTS,
+    message_cost=st.sampled_from([0.0, 0.3, 5.0]),
+    share=st.sampled_from([1e9, 1.0, 0.3]),
+)
+def test_branches_on_trees(part, case, ring_size, layout, message_cost, share):
+    """The rows of all branches travel along trees, in one hop or in several, and in one lot or in several."""
+    with every_branch_on_trees(message_cost, share=share):
         schedule = case.schedule(ring_size, layout)
-        assert schedule.travel(itemsize=4, backward=True).num_steps == 0
+        travel = schedule.travel(**sizes_of(case), backward=True)
+        assert travel.num_steps == 0 or share < 1e9
+        check_lots(travel)
         check_plans(schedule, case)
         with fine_cuts():
             check_plans(schedule, case)
+
+
+def check_lots(travel: Travel) -> None:
+    """Check that the lots have all rows of their branches, and that no hop of a lot comes before it is due."""
+    shares = Counter((part.branch, part.shares) for lot in travel.lots for part in lot.parts)
+    assert all(count == of for (_, of), count in shares.items())
+    assert len({branch for branch, _ in shares}) == len(shares)
+    for before, after in itertools.pairwise(travel.lots):
+        assert after.step - after.num_hops >= before.step
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+@given(
+    case=CASES,
+    ring_size=st.integers(2, 16),
+    layout=LAYOUTS,
+    share=st.sampled_from([1.0, 0.3]),
+    itemsize=st.sampled_from([2, 4]),
+)
+def test_buffers_of_lots_take_what_the_schedule_says(case, ring_size, layout, share, itemsize):
+    """Buffers are those of received and own rows. Copies of rows that are sent from several places come on top."""
+    with every_branch_on_trees(share=share):
+        schedule = case.schedule(ring_size, layout)
+        for backward in (False, True):
+            sizes = {**sizes_of(case), "itemsize": itemsize, "backward": backward}
+            grad_size = 4 // itemsize if backward else 0
+            plans = [rank_plan(schedule, rank, **sizes) for rank in range(ring_size)]
+            peaks = [max(buffer_rows(plan, grad_size), default=0) for plan in plans]
+            assert max(peaks) <= schedule.travel(**sizes).tree_rows
+
+
+def buffer_rows(plan: RankPlan, grad_size: int) -> Iterator[int]:
+    """How many rows of K or V the buffers of lots hold, in the tiles of each step and when its dK and dV are sent.
+
+    Args:
+        grad_size: size of a row of dK, in rows of K; 0 in a forward.
+    """
+
+    def rows(parcels: Iterable[Parcel]) -> int:
+        return sum(2 * parcel.rows * parcel.num_streams for parcel in parcels)
+
+    keys, grads, arriving = Counter[int](), Counter[int](), Counter[int]()
+    for step in range(max(len(plan.steps), *(len(delivery.grads) for delivery in plan.deliveries))):
+        lots = [(lot, rows({*lot.own, *lot.received})) for lot in plan.deliveries[1:]]
+        for lot, held in lots:
+            if step + 1 < len(lot.keys) and lot.keys[step + 1]:  # posted before the tiles of this step
+                keys[lot.number] = held
+            if step == lot.first_step:
+                grads[lot.number] = grad_size * held
+        yield keys.total() + grads.total() + arriving.total()
+        for lot, _ in lots:
+            if step == lot.last_step:
+                del keys[lot.number]
+        for lot, _ in lots:
+            del arriving[lot.number]
+            if any(lot.grads[step:]):
+                arriving[lot.number] = grad_size * rows(parcel for _, parcel in parcels_of(lot.grads[step].receives))
+            else:
+                del grads[lot.number]
+            yield keys.total() + grads.total() + arriving.total()
 
 
 @in_parts(3)
@@ -204,7 +282,7 @@ def test_only_needed_rows_travel_and_every_visible_pair_is_computed_once(part, c
     schedule = case.schedule(ring_size, layout)
     check_plans(schedule, case)
     visits: Counter[tuple[object, int]] = Counter()
-    for plan in plans_of(schedule):
+    for plan in plans_of(schedule, case):
         block_of_step = [index for index, block in enumerate(plan.blocks) for _ in block.steps]
         chained = plan.deliveries[0]
         for block_index, step, hop, grads in zip(
@@ -229,7 +307,7 @@ def test_a_causal_window_sends_the_end_of_a_chunk_to_the_next(rate, layout, sent
     window, kv_heads = 32, 2
     pattern = DilatedPattern((None,), (rate,), offset="every", window_lengths=(window,))
     schedule = RingSchedule(pattern, SequenceLayout(1024, 8, layout), 4, kv_heads, is_causal=True)
-    travel = schedule.travel(itemsize=4)
+    travel = schedule.travel(**SIZES)
     assert travel.num_steps + travel.num_tree_hops == 1
     rows = (window - 1) // rate * rate * kv_heads
     assert schedule.rows_received.tolist() == [rows * chunks for chunks in received]
@@ -252,10 +330,10 @@ def test_bytes_of_a_plain_ring() -> None:
 
 def test_causal_chunks_stop_where_no_later_rank_needs_them() -> None:
     causal = RingSchedule(DilatedPattern((64,), (1,)), SequenceLayout(64, 4), num_heads=1, is_causal=True)
-    assert causal.travel(itemsize=4).key_rows_sent.tolist() == [16, 32, 48, 0]
+    assert causal.travel(**SIZES).key_rows_sent.tolist() == [16, 32, 48, 0]
     zigzag = RingSchedule(DilatedPattern((64,), (1,)), SequenceLayout(64, 4, "zigzag"), num_heads=1, is_causal=True)
     # Chunks of the first half visit all ranks. Chunks of the second half go only to ranks with later chunks.
-    assert zigzag.travel(itemsize=4).key_rows_sent.tolist() == [24 + 0, 24 + 24, 24 + 16, 24 + 8]
+    assert zigzag.travel(**SIZES).key_rows_sent.tolist() == [24 + 0, 24 + 24, 24 + 16, 24 + 8]
     assert len(set(zigzag.pairs.tolist())) == 1, "zigzag balances causal work"
 
 
@@ -265,7 +343,7 @@ def test_communication_buffers_are_a_twentieth_of_the_tensors() -> None:
     sizes = {"batch": 1, "head_dim": 64, "itemsize": 4}
     tensors, row_format = 8 * 65536 // 4 * 8 * 64 * 4, RowFormat(1, 64, 64, torch.float32)
     for rank in range(4):
-        plan = rank_plan(schedule, rank, **sizes, backward=True)
+        plan = rank_plan(schedule, rank, **sizes, backward=True, buffer_bytes=0)
         hop, grad_hop = (
             max(row_format.buffer_bytes(p for _, p in parcels_of(messages)) for messages in of_hops)
             for of_hops in (

@@ -72,6 +72,21 @@ def move_rows_kernel(sources, values, tables, num_programs, BLOCKS: tl.constexpr
 
 
 @triton.jit
+def add_parts_kernel(into, summands, table, sources, work, BLOCK: tl.constexpr):
+    """Add one or several stretches of ``summands`` to each stretch of ``into``."""
+    program = tl.program_id(0).to(tl.int64)
+    entry = table + tl.load(work + 2 * program).to(tl.int64) * 4
+    start, count, first, num_sources = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    elements = tl.load(work + 2 * program + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    wanted = elements < count
+    total = tl.load(into + start + elements, mask=wanted)
+    for number in range(num_sources):
+        source = summands + tl.load(sources + first + number) + elements
+        total += tl.load(source, mask=wanted).to(total.dtype)
+    tl.store(into + start + elements, total, mask=wanted)
+
+
+@triton.jit
 def merge_rows_kernel(
     out,
     lse,
