@@ -7,7 +7,6 @@ between forward and backward. The backward collects K and V again. One reduce-sc
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from ring_backends.engine.call import AttentionInputs, check_call, local_rows
 from ring_backends.engine.operators import execute
-from ring_backends.engine.results import BlockGrads, BlockOut, Result
+from ring_backends.engine.results import BlockGrads, BlockOut, Result, results_for
 from ring_backends.engine.wire_buffers import RowFormat, WireBuffer
 from ring_backends.kernels.base import by_kernel
 from ring_backends.kernels.merge import statistics_dtype
@@ -85,9 +84,7 @@ class AllGatherExecutor:
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, int, AttentionInputs]:
         """Compute out (shaped as query), the LSE [batch, local seq, heads], a call number and the inputs."""
-        query = inputs.query
-        dtype = statistics_dtype(query.dtype)
-        out, lse = Result(query), query.new_full(query.shape[:3], -math.inf, dtype=dtype)
+        out, lse = results_for(inputs.query, inputs.value)
         rows, memory = local_rows(self.call, inputs), RowMemory()
         collected = self._collect(rows, self.forward_plans)
         for block in self.forward_plans[self.ring.rank].blocks:
@@ -96,7 +93,7 @@ class AllGatherExecutor:
                 for kernel, tiles in by_kernel(step.all_tiles, self.call.kernel, self.call.in_place):
                     kernel.forward_step(tiles, here, collected, block_out, memory)
             block_out.finish()
-        return out.tensor, lse, 0, inputs
+        return out.tensor, lse.tensor, 0, inputs
 
     def backward(
         self, inputs: AttentionInputs, out: Tensor, lse: Tensor, grad_out: Tensor, call_number: int

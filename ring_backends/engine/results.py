@@ -29,13 +29,12 @@ class Result:
     """A contiguous result of the call, allocated when it is first used.
 
     Args:
-        like: [batch, local seq, heads, …]; the result has its device, dtype and shape, unless told otherwise.
-        width: size of the last dim.
+        like: a tensor whose device, shape and dtype the result has, unless told otherwise.
+        shape: [batch, local seq, heads, …].
     """
 
-    def __init__(self, like: Tensor, *, width: int | None = None, dtype: torch.dtype | None = None) -> None:
-        self._like, self.dtype = like, dtype or like.dtype
-        self._shape = torch.Size((*like.shape[:3], like.shape[3] if width is None else width))
+    def __init__(self, like: Tensor, shape: torch.Size | None = None, *, dtype: torch.dtype | None = None) -> None:
+        self._like, self._shape, self.dtype = like, shape or like.shape, dtype or like.dtype
         self._tensor: Tensor | None = None
 
     @property
@@ -60,18 +59,25 @@ class Merged(NamedTuple):
     lse: Tensor
 
 
+def results_for(query: Tensor, value: Tensor) -> tuple[Result, Result]:
+    """out and LSE of a call, not yet allocated."""
+    shape = query.shape[:3]
+    return Result(query, shape + value.shape[3:]), Result(query, shape, dtype=statistics_dtype(query.dtype))
+
+
 class BlockOut:
     """out and LSE of one block of heads."""
 
-    def __init__(self, out: Result, lse: Tensor, block: HeadBlock) -> None:
-        self.block, self._out = block, out
-        self._lse = lse if block.has_all_heads else lse[:, :, block.heads]
+    def __init__(self, out: Result, lse: Result, block: HeadBlock) -> None:
+        self.block, self._out, self._lse = block, out, lse
         self._sums: Merged | None = None
 
     @property
     def results(self) -> Merged:
-        out = self._out.tensor
-        return Merged(out if self.block.has_all_heads else out[:, :, self.block.heads], self._lse)
+        out, lse = self._out.tensor, self._lse.tensor
+        if self.block.has_all_heads:
+            return Merged(out, lse)
+        return Merged(out[:, :, self.block.heads], lse[:, :, self.block.heads])
 
     @property
     def sums(self) -> Merged:
@@ -92,7 +98,7 @@ class BlockOut:
     def merge_tile(self, tile: Tile, tile_out: Tensor, tile_lse: Tensor) -> None:
         if tile.branch == self.block.roles.base:
             self._out.store(self.block.heads, tile.queries, tile_out)
-            scatter(self._lse, tile.queries, tile_lse)
+            self._lse.store(self.block.heads, tile.queries, tile_lse)
         elif tile.opens_queries:
             out, lse = self.of(tile)
             scatter_many([Rows(out, tile.queries, tile_out), Rows(lse, tile.queries, tile_lse)])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ring_backends.engine.call import AttentionCall, AttentionInputs, local_rows
-from ring_backends.engine.results import BlockGrads, BlockOut, Result
+from ring_backends.engine.results import BlockGrads, BlockOut, Result, results_for
 from ring_backends.engine.wire import ArrivingKeys, Hops, ReturningGrads, key_format, report_failure
 from ring_backends.kernels.base import by_kernel
 from ring_backends.kernels.merge import merge_zero_value_, statistics_dtype
@@ -30,8 +30,7 @@ def forward(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> 
     """
     with report_failure(hops):
         query, plan = inputs.query, call.plan(inputs, backward=False)
-        out = Result(query, width=inputs.value.shape[3])
-        lse = query.new_empty(query.shape[:3], dtype=statistics_dtype(query.dtype))
+        out, lse = results_for(query, inputs.value)
         rows = local_rows(call, inputs)
         row_format, memory = key_format(rows), RowMemory()
         arriving = [ArrivingKeys(plan, delivery, rows, row_format, hops) for delivery in plan.deliveries]
@@ -48,8 +47,8 @@ def forward(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> 
             if step is block.steps[-1]:
                 block_out.finish()
         if inputs.sinks is not None:
-            merge_zero_value_(out.tensor, lse, inputs.sinks)
-        return out.tensor, lse
+            merge_zero_value_(out.tensor, lse.tensor, inputs.sinks)
+        return out.tensor, lse.tensor
 
 
 def backward(

@@ -23,14 +23,13 @@ def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> No
         out, other_out: [..., head_dim]. They are merged in the statistics dtype.
         lse, other_lse: [...], in the statistics dtype; −inf where a set has no key.
     """
-    merged = torch.logaddexp(lse, other_lse)
-    weight = weight_of(other_lse, merged)
-    lse.copy_(merged)
-    weight = weight.unsqueeze(-1)
+    weight = weight_of(other_lse, torch.logaddexp(lse, other_lse, out=lse)).unsqueeze(-1)
+    if other_out.dtype != weight.dtype:
+        other_out = other_out.to(weight.dtype)
     if out.dtype == weight.dtype:
-        out.lerp_(other_out.to(out.dtype), weight)
+        out.lerp_(other_out, weight)
     else:
-        out.copy_(out.to(weight.dtype).lerp_(other_out.to(weight.dtype), weight))
+        out.copy_(out.to(weight.dtype).lerp_(other_out, weight))
 
 
 def merge_zero_value_(out: Tensor, lse: Tensor, score: Tensor | float) -> None:

@@ -303,10 +303,8 @@ def whole(values: Tensor, rows: DilatedRows, shape: Sequence[int]) -> Tensor | N
         rows.views[shape] = is_whole
     if not is_whole:
         return None
-    _, heads, num_rows, width = values.shape  # in memory [batch * segments, rows, heads, width], or it needs a copy
-    if values.stride() != (num_rows * heads * width, width, heads * width, 1):
-        return None
-    return values.as_strided(shape, (shape[1] * heads * width, heads * width, width, 1))
+    rows_outermost = values.transpose(1, 2)
+    return rows_outermost.view(shape) if rows_outermost.is_contiguous() else None
 
 
 def _move(
