@@ -12,8 +12,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 from ring_backends.ring.calls import Call
@@ -29,9 +28,8 @@ _EXIT_TIMEOUT = 2.0
 """The longest delay, in seconds, of the interpreter's exit by this module."""
 
 
-@dataclass(eq=False)
 class Wait:
-    """A wait of the host for a peer.
+    """A wait of the host for a peer, which a ``with`` statement wraps.
 
     Attributes:
         end: ends the wait from another thread.
@@ -41,13 +39,30 @@ class Wait:
         is_ended: whether ``end`` was called.
     """
 
-    call: Call
-    end: Callable[[], None]
-    progress: Callable[[], object] | None
-    ends_on_refusal: bool
-    seen: object
-    since: float
-    is_ended: bool = False
+    def __init__(
+        self,
+        waits: Waits,
+        call: Call,
+        end: Callable[[], None],
+        progress: Callable[[], object] | None,
+        ends_on_refusal: bool,
+    ) -> None:
+        self.call, self.end, self.progress, self.ends_on_refusal = call, end, progress, ends_on_refusal
+        self.is_ended = False
+        self._waits = waits
+
+    def __enter__(self) -> Wait:
+        self.seen = None if self.progress is None else self.progress()
+        self.since = time.monotonic()
+        self._before, self._waits.current = self._waits.current, self
+        self._waits.progress += 1
+        return self
+
+    def __exit__(self, error_type: object, *_: object) -> None:
+        with self._waits.ending:
+            self._waits.current = self._before
+        if self.is_ended and error_type is None:
+            raise RuntimeError("a wait for a peer was ended")
 
     def is_late(self) -> bool:
         if self.progress is not None and (seen := self.progress()) != self.seen:
@@ -59,21 +74,22 @@ class Waits:
     """The waits of this rank in the calls of one ring: those of its host, and those of a stream for a hop.
 
     Attributes:
+        current: what the host waits for; None if it does not wait.
+        ending: held while ``current`` is about to be ended, or ends by itself.
         progress: a number that grows with each call and each wait of this rank.
         failed_in: the call in which this rank has waited in vain.
     """
 
     def __init__(self, connections: Connections) -> None:
+        self.current: Wait | None = None
+        self.ending = threading.Lock()
         self.progress = 0
         self.failed_in: Call | None = None
         self._connections = connections
         self._notices = connections.notices
-        self._current: Wait | None = None
-        self._ending = threading.Lock()
         self._seen: int | None = None
         self._seen_hop: float | None = None
 
-    @contextlib.contextmanager
     def waiting(
         self,
         call: Call,
@@ -81,7 +97,7 @@ class Waits:
         progress: Callable[[], object] | None = None,
         *,
         ends_on_refusal: bool = True,
-    ) -> Iterator[Wait]:
+    ) -> Wait:
         """Wraps a wait for a peer in ``call``, so that :meth:`end_vain_wait` can end it.
 
         Args:
@@ -92,21 +108,11 @@ class Waits:
         Raises:
             RuntimeError: the wait was ended, and has raised nothing itself. NCCL's kernels end without an error.
         """
-        seen = None if progress is None else progress()
-        wait = Wait(call, end or self._connections.end, progress, ends_on_refusal, seen, time.monotonic())
-        before, self._current = self._current, wait
-        self.progress += 1
-        try:
-            yield wait
-        finally:
-            with self._ending:
-                self._current = before
-        if wait.is_ended:
-            raise RuntimeError("a wait for a peer was ended")
+        return Wait(self, call, end or self._connections.end, progress, ends_on_refusal)
 
     def place(self) -> str | None:
         """The call in which this rank waits, or has waited in vain until its deadline; None if there is none."""
-        wait, call = self._current, self.failed_in
+        wait, call = self.current, self.failed_in
         if wait is not None:
             call = wait.call
         elif call is None or time.monotonic() > call.end:
@@ -119,13 +125,13 @@ class Waits:
         Args:
             unasked: also if no rank has closed this ring yet.
         """
-        if self._connections.failure is None and self._current is None:
+        if self._connections.failure is None and self.current is None:
             self._notices.answer_from(place, unasked=unasked)
 
     def examine(self) -> bool:
         """End waits in vain that the watchdog's last check has seen too. Return whether the host waits."""
         self._examine_hops()
-        number = None if self._current is None else self.progress
+        number = None if self.current is None else self.progress
         if number is not None and number == self._seen:
             self.end_vain_wait()
         self._seen = number
@@ -136,7 +142,7 @@ class Waits:
 
         Called from the watchdog's thread. The waiting thread does not use the store meanwhile.
         """
-        wait = self._current
+        wait = self.current
         if wait is None or wait.is_ended:
             return
         # The host may also wait for the GPU, whose followed hops have deadlines of their own.
@@ -144,8 +150,8 @@ class Waits:
         latest = list(self._connections.latest)
         if not is_late and not self._notices.peer_stopped(wait.call, latest, with_refusals=wait.ends_on_refusal):
             return
-        with self._ending:
-            if self._current is not wait:  # it has finished meanwhile, so the connections that it used stay open
+        with self.ending:
+            if self.current is not wait:  # it has finished meanwhile, so the connections that it used stay open
                 return
             wait.is_ended = True
         wait.end()
