@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -36,11 +37,11 @@ TAGS_PER_STEP = 128
 
 @dataclass(frozen=True, eq=False)
 class PostedHop:
-    """A hop on its way. It keeps the outgoing buffers alive until they are sent."""
+    """A hop on its way. It keeps the outgoing buffers alive until they are sent, and describes itself for errors."""
 
     transfer: Transfer
     outgoing: Mapping[int, Tensor]
-    description: str
+    describe: Callable[[], str]
     hops: Hops
 
     def wait(self) -> None:
@@ -51,8 +52,9 @@ class PostedHop:
             with span(WAIT_SPAN), hops.agreement.waiting(hops.call):
                 on_stream = self.transfer.wait(hops.call.time_left())
         except Exception as error:
-            hops.agreement.fail(hops.call, self.description, error)
-        hops.agreement.follow(hops.call, self.description, on_stream)
+            hops.agreement.fail(hops.call, self.describe(), error)
+        if on_stream is not None:
+            hops.agreement.follow(hops.call, self.describe(), on_stream)
         hops.traffic.wait_seconds += time.perf_counter() - started
 
 
@@ -91,20 +93,23 @@ class Hops:
             delivery: number of the delivery.
         """
         self.agreement.check()
-        description = (
-            f"rank {self.rank} waited in step {step} of {self.call.direction} for "
-            f"{'dK and dV' if grads else 'K and V'} from rank {[*incoming]} and to rank {[*outgoing]}"
-        )
+        describe = partial(self._describe, step, "dK and dV" if grads else "K and V", [*incoming], [*outgoing])
         try:
             with span(POST_SPAN), self.agreement.waiting(self.call), self.agreement.posting():
                 transfer = self.ring_pass(outgoing, incoming, self.call.tag(_tag(step, delivery, grads)))
-                posted = PostedHop(transfer, outgoing, description, self)
+                posted = PostedHop(transfer, outgoing, describe, self)
                 self.posted.append(posted)
         except Exception as error:
-            self.agreement.fail(self.call, description, error)
+            self.agreement.fail(self.call, describe(), error)
         self.traffic.messages += len(outgoing)
         self.traffic.bytes += payload_bytes(row_format, hop.sends)
         return posted
+
+    def _describe(self, step: int, what: str, sources: list[int], destinations: list[int]) -> str:
+        return (
+            f"rank {self.rank} waited in step {step} of {self.call.direction} for {what} from rank {sources} and to "
+            f"rank {destinations}"
+        )
 
     def abandon(self) -> None:
         """Abandon the hops that nobody will wait for."""
