@@ -23,6 +23,7 @@ from ring_backends.kernels.merge import statistics_dtype
 from ring_backends.kernels.rows import RowMemory, Rows, gather_many, scatter_many
 from ring_backends.kernels.steps import SavedRows, StepRows
 from ring_backends.ring.ring import Ring
+from ring_backends.ring.wire_memory import CallMemory
 from ring_backends.schedule.pattern import DilatedPattern
 from ring_backends.schedule.rank_plan import HeadBlock, Parcel, RankPlan, Tile
 
@@ -35,7 +36,7 @@ class _Contributions(WireBuffer):
     """
 
     def __init__(self, row_format: RowFormat, plans: Sequence[RankPlan], rank: int, device: torch.device) -> None:
-        super().__init__(row_format, (), device)
+        super().__init__(row_format, (), CallMemory(device))
         used = {
             (index, parcel.key): parcel
             for index, block in enumerate(plans[rank].blocks)

@@ -71,7 +71,8 @@ class Binding:
         begun = ring.agreement.begin(configuration, direction=direction)
         if ring.connected is not None:
             ring.connect(begun, call.pairs(inputs, needs_gradients=needs_gradients), inputs.query)
-        return Hops(ring.rank, self.ring_pass, begun, ring.agreement, ring.traffic)
+        memory = ring.wire_memory.of_call(inputs.query)
+        return Hops(ring.rank, self.ring_pass, begun, ring.agreement, ring.traffic, memory)
 
 
 def _refuse_tangents(inputs: AttentionInputs) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ring_backends.engine.call import AttentionCall, AttentionInputs, local_rows
 from ring_backends.engine.results import BlockGrads, BlockOut, Result, results_for
-from ring_backends.engine.wire import ArrivingKeys, Hops, ReturningGrads, key_format, report_failure
+from ring_backends.engine.wire import ArrivingKeys, Hops, ReturningGrads, key_format, running
 from ring_backends.kernels.base import by_kernel
 from ring_backends.kernels.merge import merge_zero_value_, statistics_dtype
 from ring_backends.kernels.rows import RowMemory
@@ -28,7 +28,7 @@ def forward(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> 
         out [batch, local seq, heads, value_dim], and LSE [batch, local seq, heads] in the statistics dtype. A query
         that sees no key has out 0 and LSE −inf.
     """
-    with report_failure(hops):
+    with running(hops):
         query, plan = inputs.query, call.plan(inputs, backward=False)
         out, lse = results_for(query, inputs.value)
         rows = local_rows(call, inputs)
@@ -44,6 +44,8 @@ def forward(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> 
             for phantom in step.phantoms:
                 block_out.merge_phantom(phantom)
             del arrived, parcels  # so that at most two received buffers exist when the next hop is posted
+            for keys in arriving:
+                keys.release()
             if step is block.steps[-1]:
                 block_out.finish()
         if inputs.sinks is not None:
@@ -55,7 +57,7 @@ def backward(
     call: AttentionCall, inputs: AttentionInputs, out: Tensor, lse: Tensor, grad_out: Tensor, hops: Hops | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of query, key and value. Every tile uses the global ``out`` and ``lse``."""
-    with report_failure(hops):
+    with running(hops):
         plan = call.plan(inputs, backward=True)
         grads = Result(inputs.query), Result(inputs.key), Result(inputs.value)
         rows = local_rows(call, inputs)
@@ -63,13 +65,13 @@ def backward(
         sum_dtype = wire_dtype = statistics_dtype(inputs.key.dtype)
         if inputs.key.dtype == torch.bfloat16 and call.grad_wire_dtype is not None:
             wire_dtype = call.grad_wire_dtype
-        keys_format, device = key_format(rows), rows.key.device
+        keys_format = key_format(rows)
         formats = {
             "sums": replace(keys_format, dtype=sum_dtype, marks=None),
             "on_wire": replace(keys_format, dtype=wire_dtype, marks=None),
         }
         arriving = [ArrivingKeys(plan, delivery, rows, keys_format, hops) for delivery in plan.deliveries]
-        returning = [ReturningGrads(plan, delivery, hops, device, **formats) for delivery in plan.deliveries]
+        returning = [ReturningGrads(plan, delivery, hops, **formats) for delivery in plan.deliveries]
         computed: BlockGrads | None = None  # the block before, if some of its dK and dV are still on their way
         for index, (block, step) in enumerate(plan.steps):
             arrived = [keys.advance(index) for keys in arriving]
@@ -80,6 +82,8 @@ def backward(
                 for kernel, tiles in by_kernel(of_delivery, call.kernel, call.in_place):
                     kernel.backward_step(tiles, here, parcels, its_saved, block_grads, passed_on, memory)
             del arrived, parcels  # frees the received buffers, as in forward()
+            for keys in arriving:
+                keys.release()
             for key_grads in returning:
                 key_grads.advance(index, block_grads)
             if computed is not None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ring_backends.engine.results import BlockGrads
@@ -21,6 +20,7 @@ from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.calls import Call
 from ring_backends.ring.ring import Traffic
 from ring_backends.ring.transfer import Transfer
+from ring_backends.ring.wire_memory import CallMemory
 from ring_backends.schedule.rank_plan import Delivery, Hop, Parcel, RankPlan
 from ring_backends.torch_internals import span
 
@@ -63,6 +63,7 @@ class Hops:
     """Posts the hops of one forward or backward, tags them, counts their bytes, and describes them in errors.
 
     Attributes:
+        memory: of the buffers that the hops send and receive.
         posted: the hops that are posted and not waited for.
     """
 
@@ -71,6 +72,7 @@ class Hops:
     call: Call
     agreement: Agreement
     traffic: Traffic
+    memory: CallMemory
     posted: list[PostedHop] = field(default_factory=list)
 
     def post(
@@ -123,10 +125,15 @@ def _tag(step: int, delivery: int, grads: bool) -> int:
 
 
 @contextlib.contextmanager
-def report_failure(hops: Hops | None) -> Iterator[None]:
-    """After an exception on this rank, abandon the hops that are posted, and report it to the other ranks."""
+def running(hops: Hops | None) -> Iterator[None]:
+    """Wraps a forward or backward, and ends the use of its memory.
+
+    After an exception on this rank, abandon the hops that are posted, and report it to the other ranks.
+    """
     try:
         yield
+        if hops is not None:
+            hops.memory.end()
     except BaseException as error:
         if hops is not None:
             hops.abandon()
@@ -136,6 +143,9 @@ def report_failure(hops: Hops | None) -> Iterator[None]:
 
 class ArrivingKeys:
     """K and V of one delivery, as they arrive.
+
+    A buffer on a chain is given back when the tiles have read it and, if it is sent on, after that hop's ``wait``. One
+    with parcels that are kept is given back after the last step that uses them.
 
     Args:
         rows: this rank's rows of all heads.
@@ -147,42 +157,61 @@ class ArrivingKeys:
         self, plan: RankPlan, delivery: Delivery, rows: StepRows, row_format: RowFormat, hops: Hops | None
     ) -> None:
         self._plan, self._delivery, self._rows, self._format, self._hops = plan, delivery, rows, row_format, hops
-        self._buffer: WireBuffer | None = None
+        self._buffer: WireBuffer | None = None  # the parcels that are here or, after a post, that arrive next
         self._posted: PostedHop | None = None
+        self._sent: list[Tensor] = []  # what is given back when the posted hop is over
+        self._read: WireBuffer | None = None  # what is given back when the tiles of the step have read it
 
     def advance(self, step: int) -> WireBuffer | None:
         """Wait for the hop that arrives before ``step``, and post the next one. Return the parcels that are here."""
         delivery, here = self._delivery, self._buffer
         if self._posted is not None:
             self._posted.wait()
-            self._posted = None  # frees the buffer that it sent
+            self._posted.hops.memory.give_back(*self._sent)
+            self._posted, self._sent = None, []
         if step + 1 < len(delivery.keys):
             self._post(step + 1)
-        if delivery.is_kept and step == delivery.last_step:
+        elif not delivery.is_kept:
             self._buffer = None
+        if delivery.is_kept and step == delivery.last_step:
+            assert self._posted is None
+            self._buffer = None
+        is_sent = here is not None and any(here.buffer is buffer for buffer in self._sent)
+        self._read = None if is_sent or here is self._buffer else here
         return here
+
+    def release(self) -> None:
+        """Called after the tiles of a step."""
+        if self._read is not None and self._hops is not None:
+            self._hops.memory.give_back(self._read.buffer)
+        self._read = None
 
     def _post(self, step: int) -> None:
         """Post the hop that ``step`` waits for: parcels that have arrived, or this rank's own rows."""
-        hop, outgoing, is_kept = self._delivery.keys[step], self._buffer, self._delivery.is_kept
+        hop, source, is_kept = self._delivery.keys[step], self._buffer, self._delivery.is_kept
         if not (hop.sends or hop.receives):
-            self._buffer = outgoing if is_kept else None
+            self._buffer = source if is_kept else None
             return
-        sent, arriving = parcels_of(hop.sends), parcels_of(hop.receives)
-        if outgoing is None or not outgoing.starts.keys() >= {*sent}:
-            outgoing = self._own(step, sent)
-        self._buffer = outgoing if is_kept else WireBuffer(self._format, arriving, self._rows.key.device)
-        buffers = outgoing.by_peer(hop.sends), self._buffer.by_peer(hop.receives)
         assert self._hops is not None
-        self._posted = self._hops.post(step, hop, *buffers, self._format, delivery=self._delivery.number)
+        memory = self._hops.memory
+        sent, arriving = parcels_of(hop.sends), parcels_of(hop.receives)
+        if source is None or not source.starts.keys() >= {*sent}:
+            source = self._own(step, sent, memory)
+        self._buffer = source if is_kept else WireBuffer(self._format, arriving, memory)
+        outgoing, incoming = source.parts(hop.sends, memory), self._buffer.parts(hop.receives, memory)
+        self._sent = outgoing.copies
+        if outgoing.has_views and not is_kept:
+            self._sent.append(source.buffer)
+        number = self._delivery.number
+        self._posted = self._hops.post(step, hop, outgoing.by_peer, incoming.by_peer, self._format, delivery=number)
 
-    def _own(self, step: int, sent: tuple[Parcel, ...]) -> WireBuffer:
+    def _own(self, step: int, sent: tuple[Parcel, ...], memory: CallMemory) -> WireBuffer:
         """A buffer with this rank's own rows. If parcels are kept, it has room for all that arrive."""
         rows, own, arriving = self._rows, self._delivery.own, self._delivery.received
         if not self._delivery.is_kept:
             rows, own, arriving = rows.block(self._plan.steps[step][0]), sent, ()
         own = tuple(dict.fromkeys(own))
-        buffer = WireBuffer(self._format, tuple(dict.fromkeys((*own, *arriving))), rows.key.device)
+        buffer = WireBuffer(self._format, tuple(dict.fromkeys((*own, *arriving))), memory)
         tensors = [rows.key, rows.value]
         if rows.key_marks is not None:
             tensors.append(rows.key_marks)
@@ -196,6 +225,7 @@ class ArrivingKeys:
 
 class _GoingHome(NamedTuple):
     posted: PostedHop
+    sent: list[Tensor]
     arrivals: Arrivals
     grads: BlockGrads
     is_last: bool
@@ -205,6 +235,8 @@ class ReturningGrads:
     """dK and dV of the parcels of one delivery, on their way home.
 
     Those of parcels that are kept come home from several ranks. They are added up before they are added to own rows.
+
+    A buffer that is sent is given back after the hop's ``wait``, and one that arrives when it is added.
 
     Args:
         hops: posts the hops; None if the delivery has none.
@@ -216,16 +248,9 @@ class ReturningGrads:
     """
 
     def __init__(
-        self,
-        plan: RankPlan,
-        delivery: Delivery,
-        hops: Hops | None,
-        device: torch.device,
-        *,
-        sums: RowFormat,
-        on_wire: RowFormat,
+        self, plan: RankPlan, delivery: Delivery, hops: Hops | None, *, sums: RowFormat, on_wire: RowFormat
     ) -> None:
-        self._delivery, self._hops, self._device, self._sums, self._on_wire = delivery, hops, device, sums, on_wire
+        self._delivery, self._hops, self._sums, self._on_wire = delivery, hops, sums, on_wire
         self._buffer: WireBuffer | None = None
         self._spans_blocks = len(plan.blocks) > 1
         self.going_home: _GoingHome | None = None
@@ -240,7 +265,10 @@ class ReturningGrads:
         return self._buffer
 
     def _new_sums(self, parcels: tuple[Parcel, ...]) -> WireBuffer | None:
-        return WireBuffer(self._sums, parcels, self._device, zeroed=True) if parcels else None
+        if not parcels:
+            return None
+        assert self._hops is not None
+        return WireBuffer(self._sums, parcels, self._hops.memory, zeroed=True)
 
     def advance(self, step: int, grads: BlockGrads) -> None:
         """After the tiles of ``step``: add what comes from further on to what is sent next, and post the next hop.
@@ -255,23 +283,38 @@ class ReturningGrads:
         hop = self._delivery.grads[step]
         if not hop:
             return
-        outgoing = {}
-        if self._buffer is not None:
-            outgoing = self._buffer.to(self._on_wire.dtype, parcels_of(hop.sends)).by_peer(hop.sends)
-        arrivals = Arrivals(self._on_wire, hop.receives, self._device)
         assert self._hops is not None
+        by_peer, sent = self._outgoing(hop, self._hops.memory)
+        arrivals = Arrivals(self._on_wire, hop.receives, self._hops.memory)
         number = self._delivery.number
-        posted = self._hops.post(step, hop, outgoing, arrivals.by_peer, self._on_wire, delivery=number, grads=True)
+        posted = self._hops.post(step, hop, by_peer, arrivals.by_peer, self._on_wire, delivery=number, grads=True)
         is_last = not any(self._delivery.grads[step + 1 :])
-        self.going_home = _GoingHome(posted, arrivals, grads, is_last)
+        self.going_home = _GoingHome(posted, sent, arrivals, grads, is_last)
+
+    def _outgoing(self, hop: Hop, memory: CallMemory) -> tuple[dict[int, Tensor], list[Tensor]]:
+        """What a hop sends to each peer, and the buffers that are given back when it is over."""
+        sums = self._buffer
+        if sums is None:
+            return {}, []
+        source = sums.to(self._on_wire.dtype, parcels_of(hop.sends), memory)
+        by_peer, sent, has_views = source.parts(hop.sends, memory)
+        if not self._delivery.is_kept:
+            self._buffer = None  # the next step has its own
+        for buffer in {source, sums} - {self._buffer}:
+            if buffer is source and has_views:
+                sent.append(buffer.buffer)
+            else:
+                memory.give_back(buffer.buffer)
+        return by_peer, sent
 
     def settle(self) -> None:
         """Wait for the hop that is on its way. Add what it brings to the parcels that are sent next, or to own rows."""
         if self.going_home is None:
             return
-        posted, arrivals, grads, is_last = self.going_home
+        posted, sent, arrivals, grads, is_last = self.going_home
         self.going_home = None
         posted.wait()
+        posted.hops.memory.give_back(*sent)
         if self._buffer is not None:
             self._buffer.add_arrived(arrivals)
         if not self._delivery.is_kept:
@@ -280,14 +323,16 @@ class ReturningGrads:
             _add_home(grads.sums, own)
         elif is_last and not self._spans_blocks:
             self.finish(grads.sums)
+        posted.hops.memory.give_back(arrivals.buffer)
 
     def finish(self, grads: Grads) -> None:
         """Add what came home of parcels that were kept to the gradients of this rank's rows.
 
         Called for each delivery in the end. With several blocks of heads, the gradients are those of all heads.
         """
-        if self._delivery.is_kept and self._buffer is not None:
+        if self._delivery.is_kept and self._buffer is not None and self._hops is not None:
             _add_home(grads, ((parcel, self._buffer.slices(parcel)) for parcel in self._delivery.own))
+            self._hops.memory.give_back(self._buffer.buffer)
         self._buffer = None
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ring_backends.kernels.constants import constant
 from ring_backends.kernels.rows import SumPart, add_parts
+from ring_backends.ring.wire_memory import CallMemory
 from ring_backends.schedule.rank_plan import Message, Parcel, ParcelRows
 
 ALIGNMENT = 16
@@ -119,23 +120,37 @@ def views_at(buffer: Tensor, first: int, row_format: RowFormat, parcel: Parcel) 
     return [buffer[first + start : first + stop].view(dtype).view(shape) for start, stop, _, dtype, shape in slices]
 
 
+class Parts(NamedTuple):
+    """The parts of a buffer that a hop sends or receives.
+
+    Attributes:
+        by_peer: the part that holds each message, or a copy of its parcels.
+        copies: the copies. Whoever asks for them gives them back.
+        has_views: whether some are parts of the buffer itself.
+    """
+
+    by_peer: dict[int, Tensor]
+    copies: list[Tensor]
+    has_views: bool
+
+
 class WireBuffer:
     """One buffer for parcels that a rank sends or receives.
 
     Args:
         parcels: in the order of the buffer.
+        memory: where the buffer is taken from. Whoever makes it gives ``buffer`` back.
 
     Attributes:
         starts: where each parcel begins in the buffer, in bytes.
     """
 
     def __init__(
-        self, row_format: RowFormat, parcels: tuple[Parcel, ...], device: torch.device, *, zeroed: bool = False
+        self, row_format: RowFormat, parcels: tuple[Parcel, ...], memory: CallMemory, *, zeroed: bool = False
     ) -> None:
         self.row_format, self.parcels = row_format, parcels
         self.starts, size = wire_layout(row_format, parcels)
-        allocate = torch.zeros if zeroed else torch.empty
-        self.buffer = allocate(size, dtype=torch.uint8, device=device)
+        self.buffer = memory.take(size, zeroed=zeroed)
 
     def slice_offsets(self, parcel: Parcel) -> tuple[int, ...]:
         """Where K, V and the marks of ``parcel`` begin in the buffer, in bytes."""
@@ -182,31 +197,33 @@ class WireBuffer:
             arrived = arrivals.buffer.view(arrivals.row_format.dtype)
             add_parts(self.buffer.view(self.row_format.dtype), arrived, parts)
 
-    def to(self, dtype: torch.dtype, parcels: tuple[Parcel, ...]) -> WireBuffer:
+    def to(self, dtype: torch.dtype, parcels: tuple[Parcel, ...], memory: CallMemory) -> WireBuffer:
         """Return a buffer in ``dtype``: this one if it has it, or a copy of some parcels, which have no marks."""
         if dtype == self.row_format.dtype:
             return self
-        converted = WireBuffer(replace(self.row_format, dtype=dtype), parcels, self.buffer.device)
+        converted = WireBuffer(replace(self.row_format, dtype=dtype), parcels, memory)
         for parcel in parcels:
             for part, source in zip(converted.slices(parcel), self.slices(parcel), strict=True):
                 part.copy_(source)
         return converted
 
-    def by_peer(self, messages: Sequence[Message]) -> dict[int, Tensor]:
+    def parts(self, messages: Sequence[Message], memory: CallMemory) -> Parts:
         """The part of the buffer that holds each message: a view if its parcels are adjacent, else a copy.
 
         Messages with the same parcels share a copy of them.
         """
         found: dict[tuple[Parcel, ...], Tensor] = {}
-        by_peer = {}
+        copies: list[Tensor] = []
         for message in messages:
             if message.parcels not in found:
-                parts = []
-                for start, stop in _stretches(self.row_format, self.parcels, message.parcels):
-                    parts.append(self.buffer[start:stop])
-                found[message.parcels] = parts[0] if len(parts) == 1 else torch.cat(parts)
-            by_peer[message.peer] = found[message.parcels]
-        return by_peer
+                stretches = _stretches(self.row_format, self.parcels, message.parcels)
+                views = [self.buffer[start:stop] for start, stop in stretches]
+                if len(views) > 1:
+                    copies.append(memory.take(sum(map(len, views))))
+                    torch.cat(views, out=copies[-1])
+                found[message.parcels] = views[0] if len(views) == 1 else copies[-1]
+        by_peer = {message.peer: found[message.parcels] for message in messages}
+        return Parts(by_peer, copies, has_views=len(found) > len(copies))
 
 
 class Arrivals:
@@ -215,10 +232,10 @@ class Arrivals:
     A parcel may arrive from several peers.
     """
 
-    def __init__(self, row_format: RowFormat, messages: tuple[Message, ...], device: torch.device) -> None:
+    def __init__(self, row_format: RowFormat, messages: tuple[Message, ...], memory: CallMemory) -> None:
         self.row_format, self.messages = row_format, messages
         self._bounds = _bounds(row_format, messages)
-        self.buffer = torch.empty(self._bounds[-1], dtype=torch.uint8, device=device)
+        self.buffer = memory.take(self._bounds[-1])
 
     @property
     def by_peer(self) -> dict[int, Tensor]:

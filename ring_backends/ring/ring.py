@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ring_backends.ring.members import Members
 from ring_backends.ring.pooling import How, check_pooling, pool, unshard
+from ring_backends.ring.wire_memory import WireMemory
 from ring_backends.schedule.layout import LayoutKind, SequenceLayout
 
 
@@ -59,6 +60,7 @@ class Ring(Members):
             layouts of the ring share it.
         connected: the (source, destination) pairs with this rank that NCCL has connected; None if hops do not go over
             NCCL. All layouts of the ring share it.
+        wire_memory: the memory of the buffers that hops send and receive. All layouts of the ring share it.
     """
 
     layout_kind: LayoutKind = "contiguous"
@@ -69,8 +71,9 @@ class Ring(Members):
     parts: WeakTensorKeyDictionary = dataclasses.field(
         default_factory=WeakTensorKeyDictionary, repr=False, compare=False
     )
+    wire_memory: WireMemory = dataclasses.field(default_factory=WireMemory, repr=False, compare=False)
 
-    _connections: ClassVar[tuple[str, ...]] = ("group", "agreement", "traffic", "parts", "connected")
+    _connections: ClassVar[tuple[str, ...]] = ("group", "agreement", "traffic", "parts", "connected", "wire_memory")
     """The fields that a pickle leaves out."""
 
     def __post_init__(self) -> None:

@@ -28,6 +28,7 @@ from ring_backends.engine.wire import Hops
 from ring_backends.kernels import KernelInputs
 from ring_backends.kernels.constants import constant
 from ring_backends.ring.ring import Ring, Traffic
+from ring_backends.ring.wire_memory import CallMemory
 from ring_backends.testing.marks import matrix_but
 
 
@@ -58,7 +59,8 @@ class RefuseCopiedNumbers(TorchFunctionMode):
 def no_hops() -> Hops:
     """Hops that post nothing."""
     transfer = mock.Mock(**{"wait.return_value": None})
-    return Hops(0, lambda outgoing, incoming, tag: transfer, mock.MagicMock(), mock.MagicMock(), Traffic())
+    memory = CallMemory(torch.device("meta"))
+    return Hops(0, lambda outgoing, incoming, tag: transfer, mock.MagicMock(), mock.MagicMock(), Traffic(), memory)
 
 
 def inputs_on_gpu(ring_size: int, dtype: torch.dtype) -> AttentionInputs:

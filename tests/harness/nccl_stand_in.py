@@ -13,6 +13,7 @@ the process compute on a simulated GPU. Whatever NCCL and CUDA leave undefined g
 - An aborted work is over, and has received nothing.
 - Memory that the host frees is overwritten, as if another tensor had it, once the stream on which it was allocated
   comes to that place. Torch would hold the memory until NCCL's stream has used it. :func:`allocated_bytes` counts it.
+- A wire buffer that is given back is overwritten, too, once the current stream comes to that place.
 
 The simulated GPU computes on CPU tensors. A *dispatch mode* receives every operator of torch. It allocates the result
 and returns it at once, and a thread, which is the stream, computes it later. Reading a value on the host waits for the
@@ -47,6 +48,7 @@ from ring_backends.engine import operators
 from ring_backends.engine.call import AttentionInputs
 from ring_backends.kernels import aten_cpu, blockwise
 from ring_backends.ring import rendezvous, stream_hops, transfer
+from ring_backends.ring.wire_memory import BlockMemory
 
 DEVICE = torch.device("cpu")
 """The device of the tensors of the simulated GPU."""
@@ -688,6 +690,7 @@ def simulated_gpu() -> Iterator[Process]:
         (torch.cuda, "Event", _forbidden),
         (aten_cpu, "all_finite", lambda *_: True),  # else the host would wait for each tile
         (blockwise, "_is_finite", lambda tensor: False),
+        (BlockMemory, "give_back", _overwriting(BlockMemory.give_back)),
         (RingDilatedAttention, "_attend", _on_gpu(RingDilatedAttention._attend)),
         (operators, "in_dispatch_mode", lambda: torch._C._len_torch_dispatch_stack() > 1),
         (operators, "without_dispatch_modes", _gpu_alone),
@@ -701,6 +704,17 @@ def simulated_gpu() -> Iterator[Process]:
             yield process
         finally:
             _process.remove(process)
+
+
+def _overwriting(give_back: Callable[..., None]) -> Callable[..., None]:
+    """Let the current stream overwrite the buffers, as later buffers may."""
+
+    def overwrite(memory: BlockMemory, *buffers: Tensor) -> None:
+        for buffer in buffers:
+            buffer.fill_(_GARBAGE)
+        give_back(memory, *buffers)
+
+    return overwrite
 
 
 def _on_gpu(attend: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ The recording wraps the adapter's ``ring_pass`` and the kernels. Neither needs a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from ring_backends.engine.wire import TAGS_PER_STEP
 from ring_backends.kernels import select_kernel
 from ring_backends.ring.stream_hops import StreamHop
 from ring_backends.ring.transfer import Transfer
+from ring_backends.ring.wire_memory import BlockMemory
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.schedule.rank_plan import RankPlan, Tile
 
@@ -66,17 +67,24 @@ class Recording:
 
     events: list[Event] = field(default_factory=list)
     tiles_of_steps: dict[str, list[int]] = field(default_factory=dict)
-    _received: dict[int, list[StorageWeakRef]] = field(default_factory=dict)
+    _received: dict[int, list[tuple[int, StorageWeakRef]]] = field(default_factory=dict)
 
     def post(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> None:
         sent, received = ({peer: x.nbytes for peer, x in buffers.items()} for buffers in (outgoing, incoming))
         event = Event("post", tag, sent=sent, received=received)
         if event.posts_keys:
-            self._received[tag] = [StorageWeakRef(buffer.untyped_storage()) for buffer in incoming.values()]
+            buffers = incoming.values()
+            self._received[tag] = [(buffer.data_ptr(), StorageWeakRef(buffer.untyped_storage())) for buffer in buffers]
         self.add(event)
 
+    def give_back(self, buffer: Tensor) -> None:
+        """The memory of a buffer is free again, without the end of its storage."""
+        freed = range(buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes)
+        for tag, received in self._received.items():
+            self._received[tag] = [(pointer, ref) for pointer, ref in received if pointer not in freed]
+
     def add(self, event: Event) -> None:
-        alive = sum(not all(ref.expired() for ref in refs) for refs in self._received.values())
+        alive = sum(not all(ref.expired() for _, ref in received) for received in self._received.values())
         tiles = sum(earlier.what == "tile" for earlier in self.events)
         self.events.append(replace(event, buffers_alive=alive, tiles_before=tiles))
 
@@ -132,8 +140,16 @@ def recorded(attention_class: Any) -> Iterator[Recording]:
         recording.tiles_of_steps[direction] = [len(step.all_tiles) for _, step in plan.steps]
         return plan
 
+    def recorded_give_back(
+        memory: BlockMemory, *buffers: Tensor, give_back: Callable[..., None] = BlockMemory.give_back
+    ) -> None:
+        for buffer in buffers:
+            recording.give_back(buffer)
+        give_back(memory, *buffers)
+
     ring_backends.engine.call.forget_calls()
     with (
+        mock.patch.object(BlockMemory, "give_back", recorded_give_back),
         mock.patch.object(attention_class, "ring_pass", recorded_pass),
         mock.patch.object(ring_backends.engine.call, "rank_plan", recorded_plan),
         mock.patch.object(ring_backends.engine.call, "select_kernel", recorded_kernel),

@@ -63,7 +63,10 @@ class RecordedRing(ThreadRing):
 @pytest.fixture
 def over_nccl() -> Iterator[None]:
     """Let the messages pass for messages that only a CUDA stream waits for."""
-    with mock.patch.object(transfer, "stream_device", return_value=CPU):
+    with (
+        mock.patch.object(transfer, "stream_device", return_value=CPU),
+        mock.patch.object(torch.cuda, "current_stream", return_value=None),
+    ):
         yield
 
 

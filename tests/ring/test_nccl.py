@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ring_backends.engine import run as engine_run
-from ring_backends.engine.wire import Hops, PostedHop, report_failure
+from ring_backends.engine.wire import Hops, PostedHop, running
 from ring_backends.engine.wire_buffers import RowFormat
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.agreement import Agreement
@@ -30,6 +30,7 @@ from ring_backends.ring.calls import Call, Configuration
 from ring_backends.ring.store import REFUSED, publish_configuration
 from ring_backends.ring.stream_hops import Headers
 from ring_backends.ring.transfer import WorkTransfer
+from ring_backends.ring.wire_memory import CallMemory
 from ring_backends.schedule.rank_plan import Hop
 from ring_backends.testing import nccl_stand_in
 from ring_backends.testing.failing_calls import Ended, ending
@@ -190,7 +191,7 @@ def test_a_lost_peer_is_reported_without_synchronize(use: str) -> None:
             attend(*inputs)  # returns garbage, as over NCCL
             assert ring.communicator.is_aborted.wait(10)  # the stream goes on
             return ending(lambda: begin(ring))
-        hops = Hops(ring.rank, attend.ring_pass, begin(ring), ring.agreement, ring.traffic)
+        hops = Hops(ring.rank, attend.ring_pass, begin(ring), ring.agreement, ring.traffic, CallMemory(DEVICE))
         post(hops, 0).wait()
         assert ring.communicator.is_aborted.wait(10)
         return ending(lambda: post(hops, 1))
@@ -367,8 +368,8 @@ def test_a_hop_that_is_posted_in_vain_is_abandoned() -> None:
         agreement.waits.end_vain_wait()
         return transfer
 
-    hops = Hops(0, ring_pass, call, agreement, ring.traffic)
-    with pytest.raises(RingPeerError), report_failure(hops):
+    hops = Hops(0, ring_pass, call, agreement, ring.traffic, CallMemory(DEVICE))
+    with pytest.raises(RingPeerError), running(hops):
         post(hops, 0)
     assert transfer.abandon.call_count == 1
 
