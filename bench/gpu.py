@@ -94,7 +94,7 @@ def or_note(measure: Callable[[], Row]) -> Row:
 
 
 def ring(
-    ring_sizes: Integers = "2,4,8,16,32,64", device: Device = "cuda", repeats: Repeats = 5, shrink: Shrink = 1
+    ring_sizes: Integers = "8,16,32,64", device: Device = "cuda", repeats: Repeats = 5, shrink: Shrink = 1
 ) -> Iterator[Row]:
     """Measure the rank with most work of a ring whose hops are copies on the device: time, gaps and memory.
 
@@ -162,7 +162,7 @@ def gaps_share(spans: Iterable[tuple[float, float]]) -> float | None:
 
 def syncs(device: Device = "cuda", shrink: Shrink = 1) -> Iterator[Row]:
     """Count how often the second of two equal calls waits for the GPU (torch.cuda.set_sync_debug_mode)."""
-    on, case = torch.device(device), OF_RINGS["131k, one rank of 8"].shortened(shrink)
+    on, case = torch.device(device), OF_RINGS["131k"].shortened(shrink)
     alone = replay(case.but(ring_size=1, kv_heads=8), on)
     lengths, rates = zip(*case.branches, strict=True)
     mask = torch.zeros(1, case.seq_len, dtype=torch.bool, device=on)

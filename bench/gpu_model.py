@@ -1,7 +1,7 @@
 """The modelled table: what a call would cost on a GPU, from a run on tensors of device "meta".
 
 The time of a call's attention kernels is their FLOPs, divided by a rate. All other launches take the bytes that they
-move, divided by a bandwidth. The host takes the same time for every launch. Rules for counting:
+move, divided by a bandwidth. The host takes the same time for every launch, and more for a hop. Rules for counting:
 
 - An operator is one launch, apart from :data:`LAUNCHES`. Views, allocations and tensors without elements are none.
 - Attention operators move no bytes here. What flash's backward copies outside of its kernels counts. Its sums over
@@ -23,25 +23,37 @@ from unittest import mock
 import torch
 import typer
 from case import Case
-from replay import OF_RINGS, ON_ONE_GPU, flops, replay
-from report import Json, Row, report, table
+from ranks import DIRECTIONS
+from replay import OF_RINGS, ON_ONE_GPU, RING_SIZES, flops, replay
+from report import Integers, Json, Row, integers, report, table
 from rich.console import Console
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ring_backends.comparison.rank import record_spans
 from ring_backends.engine import call as engine_call
+from ring_backends.engine import wire_buffers
 from ring_backends.kernels import Kernel, KernelInputs, kernels, triton_dilated, triton_launch
 from ring_backends.kernels import rows as dilated
 from ring_backends.kernels.choice import MAX_ROWS_IN_PLACE, MAX_ROWS_OF_WINDOW
-from ring_backends.kernels.rows import ADD, gathered_shape
+from ring_backends.kernels.rows import ADD, SumPart, gathered_shape
+from ring_backends.schedule.trees import MESSAGE_COST
 
-CASES = {**ON_ONE_GPU, **OF_RINGS}
+CASES = ON_ONE_GPU | {
+    f"{name}, one rank of {size}": case.but(ring_size=size) for name, case in OF_RINGS.items() for size in RING_SIZES
+}
 RATES = {"forward": 600e12, "backward": 450e12}
 """FLOP/s of the attention kernels."""
 BYTES_PER_SECOND = 4e12
-LAUNCH_SECONDS = 80e-6
+MEASURED_LAUNCH_SECONDS = 80e-6
 """Measured on the machine of an H100: the host of a replayed rank of 8 took 3.5 ms for 45 launches, and 8.1 for 100."""
+LAUNCH_SECONDS = 15e-6
+"""The aim for a launch whose arguments, except for pointers, are known beforehand."""
+HOP_SECONDS = 200e-6
+"""Estimated: how much longer than a launch the host takes to post a hop over NCCL and to wait for it."""
+MESSAGE_SECONDS = MESSAGE_COST * HOP_SECONDS
+"""For each further message of a hop, in the ratio that the planner assumes."""
 KERNELS = {"flash": "aten_cuda_flash", "auto": "auto", "triton_dilated": "triton_dilated"}
 
 ATTENTION = {
@@ -59,21 +71,50 @@ _SHAPE_ONLY = {"full_like", "new_full", "new_zeros", "zeros_like"}  # they read 
 
 
 def model(
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/performance.md.")] = False,
+    kernels: Annotated[str, typer.Option(help="Names of the kernels, as explained above.")] = ",".join(KERNELS),
+    ring_sizes: Integers = "1,2,4,8,16,32,64",
+    launch_seconds: Annotated[
+        float, typer.Option(min=0, help="The host's time per launch. Measured before the last changes: 80e-6.")
+    ] = LAUNCH_SECONDS,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a table of docs/performance.md.")] = False,
     json: Json = None,
 ) -> None:
     """Print the modelled launches, bytes and times of the calls of `one-device` and `ring`, on any machine.
 
-    The kernels are `aten_cuda_flash`, with Triton's gathers and merges of rows; those that `auto` takes on a Hopper
-    GPU: cuDNN, and `triton_dilated` for dilated rows; and `triton_dilated` for all rows. All are at the same rates.
+    The kernels are `flash`: `aten_cuda_flash`, with Triton's gathers and merges of rows; `auto`, those that it takes on
+    a Hopper GPU: cuDNN, and `triton_dilated` for dilated rows; and `triton_dilated` for all rows. All are at the same
+    rates.
+
+    `kernels_share` is `kernels_ms` / max(`kernels_ms` + `other_ms`, `host_ms`): the share of a call's time in which
+    attention kernels run, if hops take no time.
     """
-    constants = {"rates": RATES, "bytes_per_second": BYTES_PER_SECOND, "launch_seconds": LAUNCH_SECONDS}
-    rows = [row for name, case in CASES.items() for kernel in KERNELS for row in modelled(name, case, kernel)]
+    constants = {
+        "rates": RATES,
+        "bytes_per_second": BYTES_PER_SECOND,
+        "launch_seconds": launch_seconds,
+        "hop_seconds": HOP_SECONDS,
+        "message_seconds": MESSAGE_SECONDS,
+    }
+    sizes = integers(ring_sizes)
+    rows = [
+        row
+        for name, case in CASES.items()
+        if case.ring_size in sizes
+        for kernel in kernels.split(",")
+        for row in modelled(name, case, kernel, launch_seconds)
+    ]
     if not markdown:
         report("modelled", constants, rows, json)
         return
-    columns = {"launches": ",", "kernels_ms": ".1f", "other_ms": ".1f", "kernels_share": ".0%", "host_ms": ".1f"}
-    titles = ("launches", "kernels, ms", "other, ms", "kernels' share", "host, ms")
+    columns = {
+        "tiles": ",",
+        "launches": ",",
+        "kernels_ms": ".1f",
+        "other_ms": ".1f",
+        "host_ms": ".1f",
+        "kernels_share": ".0%",
+    }
+    titles = ("tiles", "launches", "kernels, ms", "other, ms", "host, ms", "kernels' share")
     lines: list[Row] = []
     for both in zip(rows[::2], rows[1::2], strict=True):
         cells = (" / ".join(format(row[name], form) for row in both) for name, form in columns.items())
@@ -81,34 +122,41 @@ def model(
     Console(width=160, highlight=False).print(table(lines, markup=True))
 
 
-def modelled(name: str, case: Case, kernel: str) -> Iterator[Row]:
+def modelled(name: str, case: Case, kernel: str, launch_seconds: float = LAUNCH_SECONDS) -> Iterator[Row]:
     """Model the forward and the backward of the rank with most work."""
-    counter = LaunchCounter()
+    counter, meta = LaunchCounter(), torch.device("meta")
     with on_a_hopper_gpu(), row_launches(counter), triton_launches(counter):
-        call = replay(case, torch.device("meta"), KERNELS[kernel])
-        call.backward(call.forward())  # fills the caches of plans and tables
+        call = replay(case, meta, KERNELS[kernel])
+        spans = record_spans(call.forward, call.backward, meta)  # fills the caches of plans and tables, too
         out = None
-        for direction in RATES:
+        for direction in DIRECTIONS:
             counter.reset()
             call.ring.traffic.reset()
-            call.attention.num_hops = 0
+            call.attention.num_hops = call.attention.num_messages = 0
             with counter:
                 out = call.forward() if out is None else call.backward(out)
-            if case.ring_size > 1:
-                counter.count("hop", launches=call.attention.num_hops)
+            num_hops, num_messages = call.attention.num_hops, call.attention.num_messages
+            if num_hops:
+                counter.count("hop", launches=num_hops)
             launches, other_bytes = sum(counter.launches.values()), sum(counter.bytes.values())
             kernels_ms = flops(case, backward=direction == "backward") / RATES[direction] * 1e3
-            other_ms, host_ms = other_bytes / BYTES_PER_SECOND * 1e3, launches * LAUNCH_SECONDS * 1e3
+            other_ms = other_bytes / BYTES_PER_SECOND * 1e3
+            hop_seconds = num_hops * HOP_SECONDS + (num_messages - num_hops) * MESSAGE_SECONDS
+            host_ms = (launches * launch_seconds + hop_seconds) * 1e3
             yield {
                 "call": name,
+                "ring_size": case.ring_size,
                 "kernel": kernel,
                 "pass": direction,
+                "tiles": sum(part == direction and what == "tile" for part, what, *_ in spans),
                 "launches": launches,
+                "hops": num_hops,
+                "messages": num_messages,
                 "kernels_ms": kernels_ms,
                 "other_GB": other_bytes / 1e9,
                 "other_ms": other_ms,
-                "kernels_share": kernels_ms / (kernels_ms + other_ms),
                 "host_ms": host_ms,
+                "kernels_share": kernels_ms / max(kernels_ms + other_ms, host_ms),
                 "sent_bytes": call.ring.traffic.bytes,
                 "launches_by_operator": dict(counter.launches),
                 "bytes_by_operator": dict(counter.bytes),
@@ -173,7 +221,7 @@ def _bytes_moved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
 
 @contextlib.contextmanager
 def row_launches(counter: LaunchCounter) -> Iterator[None]:
-    """Count the launches of the Triton kernels that gather, scatter, add, fill and merge rows."""
+    """Count the launches of the Triton kernels that gather, scatter, add, fill and merge rows, or add up dK and dV."""
 
     def size(tensor: Tensor, rows: Any) -> int:
         return math.prod(gathered_shape(tensor, rows)) * tensor.itemsize
@@ -189,11 +237,15 @@ def row_launches(counter: LaunchCounter) -> Iterator[None]:
         read = sum(size(x, rows) if same_rows else _size(x) for x in (tile_out, tile_lse))
         counter.count("merge rows", read + 2 * (size(out, rows) + size(lse, rows)))
 
+    def add_parts(into: Tensor, summands: Tensor, parts: Sequence[SumPart]) -> None:
+        of_part = (part.length * (2 * into.itemsize + len(part.sources) * summands.itemsize) for part in parts)
+        counter.count("add parts", sum(of_part))
+
     def can_launch(*tensors: Tensor) -> bool:
         return all(x.is_meta for x in tensors)
 
     replaced: dict[str, Any] = {"can_launch": can_launch, "_launch_moves": move_rows, "_launch_merge": merge_rows}
-    with mock.patch.multiple(dilated, **replaced):
+    with mock.patch.multiple(dilated, **replaced), mock.patch.object(wire_buffers, "add_parts", add_parts):
         yield
 
 

@@ -23,6 +23,7 @@ from ring_backends.ring.agreement import Agreement
 _D128: dict[str, Any] = {"num_heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bf16"}
 _D64: dict[str, Any] = {"num_heads": 16, "kv_heads": 16, "head_dim": 64, "dtype": "bf16"}
 _RING: dict[str, Any] = {**_D128, "kv_heads": 32, "ring_size": 8, "layout": "zigzag"}
+RING_SIZES = 2, 4, 8, 16, 32, 64
 _SHORT, _LONG = ((2048, 1), (16384, 8), (131072, 64)), ((2048, 1), (16384, 8), (131072, 64), (1048576, 512))
 
 ON_ONE_GPU = {
@@ -34,12 +35,8 @@ ON_ONE_GPU = {
     "1M, 16 heads of 64": Case("", 1_048_576, branches=_LONG, **_D64),
 }
 OF_RINGS = {
-    "131k, one rank of 8": Case(
-        "", 131_072, branches=((2048, 1), (8192, 2), (32768, 4), (65536, 8), (131072, 16)), **_RING
-    ),
-    "1M, one rank of 8": Case(
-        "", 1_048_576, branches=((2048, 1), (8192, 2), (32768, 4), (131072, 8), (1048576, 64)), **_RING
-    ),
+    "131k": Case("", 131_072, branches=((2048, 1), (8192, 2), (32768, 4), (65536, 8), (131072, 16)), **_RING),
+    "1M": Case("", 1_048_576, branches=((2048, 1), (8192, 2), (32768, 4), (131072, 8), (1048576, 64)), **_RING),
 }
 
 
@@ -48,12 +45,14 @@ class ReplayedAttention(RingDilatedAttention):
 
     Attributes:
         num_hops: the hops so far.
+        num_messages: their messages. Those that a rank sends and receives at a time count once.
     """
 
-    num_hops = 0
+    num_hops = num_messages = 0
 
     def ring_pass(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
         self.num_hops += 1
+        self.num_messages += max(len(outgoing), len(incoming))
         sent = iter([*outgoing.values()])
         for buffer in (x for x in incoming.values() if not x.is_meta):
             source = next(sent, buffer[:0])[: buffer.numel()]

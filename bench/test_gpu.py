@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import gpu
 import gpu_model
@@ -11,7 +12,10 @@ import torch
 from case import Case
 from gpu_model import LaunchCounter, modelled
 from replay import busiest_rank, flops, schedule_of
+from report import read_rows
 from typer.testing import CliRunner
+
+from ring_backends.schedule.planner import rank_plan
 
 META = torch.device("meta")
 SMALL = Case("", 4096, branches=((256, 1), (1024, 4), (4096, 16)), num_heads=4, kv_heads=2, head_dim=64, dtype="bf16")
@@ -51,9 +55,19 @@ def test_modelled_passes(case: Case) -> None:
         is_backward = direction == "backward"
         assert row["launches"] == sum(row["launches_by_operator"].values())
         assert row["other_GB"] == pytest.approx(sum(row["bytes_by_operator"].values()) / 1e9)
-        sizes = {"batch": 1, "head_dim": 64, "itemsize": 2, "backward": is_backward}
+        sizes = {"batch": 1, "head_dim": 64, "itemsize": 2, "backward": is_backward, "device_type": "meta"}
         assert row["sent_bytes"] == (schedule.wire_bytes(rank, **sizes) if case.ring_size > 1 else 0)
         assert ("hop" in row["launches_by_operator"]) == (case.ring_size > 1)
+        assert 1 <= row["tiles"] < row["launches"]
+        added = row["bytes_by_operator"].get("add parts", 0)
+        if is_backward and case.ring_size > 1:
+            # dK and dV come home in one hop, in fp32. Those of own rows are read and written.
+            (lot,) = rank_plan(schedule, rank, **sizes).deliveries[1:]
+            own = sum(parcel.rows * parcel.num_streams for parcel in lot.own)
+            arrived = int(schedule.travel(**sizes).key_rows_sent[rank])
+            assert added == 4 * 2 * 64 * (arrived + 2 * own) > 0
+        else:
+            assert not added
     counts = {at: row["launches_by_operator"] for at, row in rows.items()}
     flash, cudnn = "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"
     tiles = counts["flash", "forward"][flash]
@@ -79,11 +93,23 @@ def test_a_window_is_one_tile_for_kernels_that_take_bands() -> None:
     assert flops(case, backward=True) == flops(case, backward=False) * 5 // 2
 
 
-def test_the_table_of_the_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_model, "CASES", {"a small call": SMALL})
-    shown = CliRunner().invoke(gpu.app, ["model", "--markdown"])
-    lines = [line.split("|") for line in shown.output.splitlines() if "a small call" in line]
-    assert [line[2].strip() for line in lines] == [*gpu_model.KERNELS], shown.output
+def test_table_and_file_of_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu_model, "CASES", {"a small call": SMALL, "a small ring": SMALL_RING})
+    shown = CliRunner().invoke(gpu.app, ["model", "--markdown", "--ring-sizes", "1"])
+    lines = [line.split("|") for line in shown.output.splitlines() if "a small" in line]
+    assert [line[1].strip() for line in lines] == ["a small call"] * 3, shown.output
+    assert [line[2].strip() for line in lines] == [*gpu_model.KERNELS]
+    options = ["--kernels", "auto", "--ring-sizes", "4", "--launch-seconds", "80e-6", "--json", tmp_path / "model.json"]
+    CliRunner().invoke(gpu.app, ["model", *map(str, options)])
+    rows = read_rows(tmp_path / "model.json")
+    assert [(row["ring_size"], row["kernel"], row["pass"]) for row in rows] == [(4, "auto", x) for x in gpu.DIRECTIONS]
+    for row, num_hops, num_messages in zip(rows, (1, 2), (3, 6), strict=True):
+        assert (row["hops"], row["messages"]) == (num_hops, num_messages)  # to all three others in one hop, and back
+        host_ms = row["launches"] * 80e-3 + num_hops * 200e-3 + (num_messages - num_hops) * 30e-3
+        assert row["host_ms"] == pytest.approx(host_ms)
+        assert row["kernels_share"] == pytest.approx(row["kernels_ms"] / host_ms)  # which is more than the GPU's time
+    (one,) = itertools.islice(modelled("x", SMALL.but(seq_len=2**20), "auto", 0.0), 1)
+    assert one["kernels_share"] == pytest.approx(one["kernels_ms"] / (one["kernels_ms"] + one["other_ms"]))
 
 
 def test_one_device() -> None:
