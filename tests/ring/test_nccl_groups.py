@@ -18,7 +18,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ring_backends.adapters import native
 from ring_backends.errors import RingMismatchError, RingPeerError
-from ring_backends.ring import collectives, rendezvous
+from ring_backends.ring import collectives, rendezvous, transfer
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.store import REFUSED, publish_configuration
 from ring_backends.testing.world import on_every_rank
@@ -56,6 +56,7 @@ def groups_of_nccl(made: list[dict[str, Any]]) -> Iterator[None]:
         mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"),
         mock.patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), create=True),
         mock.patch.object(rendezvous, "_nccl_device", return_value=CPU),
+        mock.patch.object(transfer, "stream_device", return_value=CPU),
     ):
         yield
     assert world.bound_device_id == GPU
