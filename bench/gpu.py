@@ -18,6 +18,7 @@ from case import Case
 from clock import in_turns, start
 from contestants import Call, bare_kernels
 from gpu_model import model
+from launch_times import launches
 from ranks import DIRECTIONS
 from replay import OF_RINGS, ON_ONE_GPU, flops, replay
 from report import Integers, Repeats, Row, Shrink, add_command, integers, new_app
@@ -201,7 +202,7 @@ def sync_warnings(call: Callable[[], Any]) -> list[str]:
     return [f"{w.filename}:{w.lineno}" for w in caught if "synchronizing CUDA" in str(w.message)]
 
 
-for measure in (one_device, ring, syncs):
+for measure in (one_device, ring, syncs, launches):
     add_command(app, measure, prefix="gpu")
 app.command()(model)
 

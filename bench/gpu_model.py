@@ -17,6 +17,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Annotated, Any
 from unittest import mock
 
@@ -34,9 +35,10 @@ from torch.utils._pytree import tree_leaves
 from ring_backends.comparison.rank import record_spans
 from ring_backends.engine import call as engine_call
 from ring_backends.engine import wire_buffers
-from ring_backends.kernels import Kernel, KernelInputs, kernels, triton_dilated, triton_launch
+from ring_backends.kernels import Kernel, KernelInputs, kernels, launch_records, triton_dilated, triton_launch
 from ring_backends.kernels import rows as dilated
 from ring_backends.kernels.choice import MAX_ROWS_IN_PLACE, MAX_ROWS_OF_WINDOW
+from ring_backends.kernels.launch_records import Runtime
 from ring_backends.kernels.rows import ADD, SumPart, gathered_shape
 from ring_backends.schedule.trees import MESSAGE_COST
 
@@ -65,6 +67,7 @@ ATTENTION = {
 """Attention operators, with the most kernels that each launches. Those of cuDNN are from a profile on an H100."""
 
 LAUNCHES = {"masked_fill": 2}  # a clone, and a fill in place
+NO_HOOKS = SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None)
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
 _WRITE_ONLY = {"copy_", "fill_", "zero_"}
 _SHAPE_ONLY = {"full_like", "new_full", "new_zeros", "zeros_like"}  # they read no values of their tensor
@@ -254,16 +257,25 @@ def triton_launches(counter: LaunchCounter) -> Iterator[None]:
     """Let ``triton_dilated`` prepare its launches on meta tensors, and count them instead of running them."""
 
     class Counted:
+        """Stands for a kernel, and for what Triton compiles of it."""
+
+        function = packed_metadata = None
+
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            return lambda *args, **kwargs: counter.count(self.name)
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Counted]:
+            return self.run
+
+        def run(self, *args: Any, **kwargs: Any) -> Counted:
+            counter.count(self.name)
+            return self
 
     counted = triton_launch.Kernels(*map(Counted, triton_launch.Kernels._fields[:-1]), is_interpreted=False)
     replaced: dict[str, Any] = {"kernels": lambda: counted, "capability": lambda device: (9, 0)}
     with (
         mock.patch.multiple(triton_launch, **replaced),
+        mock.patch.object(launch_records, "runtime", return_value=Runtime(lambda device: 0, NO_HOOKS)),
         mock.patch.object(triton_dilated, "has_values", return_value=True),
     ):
         yield

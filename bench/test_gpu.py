@@ -7,6 +7,7 @@ from pathlib import Path
 
 import gpu
 import gpu_model
+import launch_times
 import pytest
 import torch
 from case import Case
@@ -15,6 +16,7 @@ from replay import busiest_rank, flops, schedule_of
 from report import read_rows
 from typer.testing import CliRunner
 
+from ring_backends.kernels.triton_launch import Kernels
 from ring_backends.schedule.planner import rank_plan
 
 META = torch.device("meta")
@@ -130,6 +132,16 @@ def test_ring_and_syncs() -> None:
     assert gpu.gaps_share([(6, 8), (0, 2), (1, 4)]) == pytest.approx(2 / 8)
     names = ["plain", "key_padding_mask", "document_ids", "dropout", "one rank of 8"]
     assert [row["call"] for row in gpu.syncs("cpu", 1024)] == names
+
+
+def test_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_times, "OF_RINGS", {"a small call": SMALL_RING})
+    rows = [*gpu.launches(1)]
+    names = {*Kernels._fields, "move rows", "merge rows"}
+    for row, modelled_row in zip(rows, modelled("x", SMALL_RING, "triton_dilated"), strict=True):
+        counts = modelled_row["launches_by_operator"]
+        assert row["launches"] == sum(count for name, count in counts.items() if name in names)
+        assert row["us_per_launch"] > 0
 
 
 def test_only_warnings_of_synchronizations_count(monkeypatch: pytest.MonkeyPatch) -> None:

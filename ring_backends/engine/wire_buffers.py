@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ring_backends.kernels.constants import constant
-from ring_backends.kernels.rows import SumPart, add_parts
+from ring_backends.kernels.rows import SumPart, Sums, add_parts
 from ring_backends.ring.wire_memory import CallMemory
 from ring_backends.schedule.rank_plan import Message, Parcel, ParcelRows
 
@@ -152,6 +152,11 @@ class WireBuffer:
         self.starts, size = wire_layout(row_format, parcels)
         self.buffer = memory.take(size, zeroed=zeroed)
 
+    @property
+    def layout(self) -> object:
+        """Equal for buffers in which the same parcels have their slices at the same places."""
+        return self.row_format, self.starts
+
     def slice_offsets(self, parcel: Parcel) -> tuple[int, ...]:
         """Where K, V and the marks of ``parcel`` begin in the buffer, in bytes."""
         start = self.starts[parcel]
@@ -192,10 +197,10 @@ class WireBuffer:
 
     def add_arrived(self, arrivals: Arrivals) -> None:
         """Add the dK and dV that arrived to those of the same parcels here, if there are some."""
-        parts = _sums(self.row_format, self.parcels, arrivals.row_format, arrivals.messages)
-        if parts:
+        sums = _sums(self.row_format, self.parcels, arrivals.row_format, arrivals.messages)
+        if sums.parts:
             arrived = arrivals.buffer.view(arrivals.row_format.dtype)
-            add_parts(self.buffer.view(self.row_format.dtype), arrived, parts)
+            add_parts(self.buffer.view(self.row_format.dtype), arrived, sums)
 
     def to(self, dtype: torch.dtype, parcels: tuple[Parcel, ...], memory: CallMemory) -> WireBuffer:
         """Return a buffer in ``dtype``: this one if it has it, or a copy of some parcels, which have no marks."""
@@ -257,9 +262,7 @@ def _bounds(row_format: RowFormat, messages: tuple[Message, ...]) -> tuple[int, 
 
 
 @lru_cache(maxsize=4096)
-def _sums(
-    sums: RowFormat, held: tuple[Parcel, ...], arriving: RowFormat, messages: tuple[Message, ...]
-) -> tuple[SumPart, ...]:
+def _sums(sums: RowFormat, held: tuple[Parcel, ...], arriving: RowFormat, messages: tuple[Message, ...]) -> Sums:
     """Which elements of messages are added to those of a buffer of the parcels ``held``."""
     at, _ = wire_layout(sums, held)
     found: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
@@ -271,4 +274,4 @@ def _sums(
                 for here, there in zip(*both, strict=True):
                     place = (at[parcel] + here.start) // sums.dtype.itemsize, math.prod(here.shape)
                     found[place].append((first + starts[parcel] + there.start) // arriving.dtype.itemsize)
-    return tuple(SumPart(*place, tuple(sources)) for place, sources in found.items())
+    return Sums(tuple(SumPart(*place, tuple(sources)) for place, sources in found.items()))

@@ -1,4 +1,4 @@
-"""Index tensors that a plan determines, held on each device, so that later calls copy nothing from the host."""
+"""Small tensors that do not change, held on each device, so that later calls copy nothing from the host."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def constant(numbers: tuple[int, ...], like: Tensor) -> Tensor:
     return keep_if_captured(_constant(numbers, like.device), like.device)
 
 
+def scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor with one number and no dims. Nobody may change it."""
+    return keep_if_captured(_scalar(value, dtype, device), device)
+
+
 def keep_if_captured(held: Held, device: torch.device) -> Held:
     """Return ``held``, whose tensors lie on ``device``. A CUDA graph that is being captured may read them forever."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -33,3 +38,9 @@ def keep_if_captured(held: Held, device: torch.device) -> Held:
 @untraced
 def _constant(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+@lru_cache(maxsize=256)
+@untraced
+def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device=device)

@@ -11,19 +11,20 @@ Tensors are [batch, seq, heads, …]; gathered rows are [batch * segments, heads
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import cache, lru_cache
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache, partial
 from itertools import accumulate, chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ring_backends.kernels import triton_launch
-from ring_backends.kernels.constants import keep_if_captured
+from ring_backends.kernels.constants import scalar
+from ring_backends.kernels.launch_records import Record, launch
 from ring_backends.kernels.merge import merge_
 from ring_backends.kernels.tile_table import row_entries
-from ring_backends.kernels.triton_launch import Source
 from ring_backends.schedule.rows import DilatedRows, HeadRun
 from ring_backends.torch_internals import has_values, untraced
 
@@ -238,26 +239,40 @@ class SumPart(NamedTuple):
     sources: tuple[int, ...]
 
 
-def add_parts(into: Tensor, summands: Tensor, parts: tuple[SumPart, ...]) -> None:
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """What :func:`add_parts` adds, and its launches."""
+
+    parts: tuple[SumPart, ...]
+    records: list[Record] = field(default_factory=list)
+
+
+def add_parts(into: Tensor, summands: Tensor, sums: Sums) -> None:
     """Add elements of one flat tensor to those of another: on CUDA devices in one launch, if Triton is installed."""
     if can_launch(into, summands):
-        table, sources, work = _sum_tables(parts, into.device)
-        arguments = into, summands, table, sources, work
         kernel = triton_launch.kernels().add_parts
-        triton_launch.launch(kernel, len(work), into.device, arguments, {"BLOCK": BLOCK_ELEMENTS})
+        launch(sums.records, kernel, None, (into, summands), lambda: _add_record(kernel, sums.parts, into.device))
         return
-    for turn in range(max(len(part.sources) for part in parts)):
+    for turn in range(max(len(part.sources) for part in sums.parts)):
         pairs = [
             (into[part.start : part.start + part.length], summands[source : source + part.length])
-            for part in parts
+            for part in sums.parts
             for source in part.sources[turn : turn + 1]
         ]
         torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
 
 
-@lru_cache(maxsize=1024)
+def _add_record(kernel: Any, parts: Sequence[SumPart], device: torch.device) -> Record:
+    tables = _sum_tables(parts, device)
+
+    def arrange(tables: Sequence[Any], sources: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, ...]:
+        return (*[pointer for pointer, _ in sources], *tables)
+
+    return Record(kernel, len(tables[2]), tables, arrange, {"BLOCK": BLOCK_ELEMENTS})
+
+
 @untraced
-def _sum_tables(parts: tuple[SumPart, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _sum_tables(parts: Sequence[SumPart], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """The parts [parts, 4], with the first of their summands and the number of these; the summands; and the part and
     block of each program."""
     counts = [len(part.sources) for part in parts]
@@ -278,7 +293,7 @@ def _sum_tables(parts: tuple[SumPart, ...], device: torch.device) -> tuple[Tenso
 def fill_rows(parts: Sequence[tuple[Tensor, DilatedRows]], value: float) -> None:
     """Set all elements of the rows of each tensor to ``value``."""
     if parts and all(can_launch(tensor) for tensor, _ in parts):
-        values = parts[0][0].new_full((), value)
+        values = scalar(value, parts[0][0].dtype, parts[0][0].device)
         filled = [Rows(x, rows, values.expand(gathered_shape(x, rows))) for x, rows in parts]
         _launch_moves([(part, STORE) for part in filled])
         return
@@ -361,71 +376,91 @@ MAX_TENSORS = 8
 
 def can_launch(*tensors: Tensor) -> bool:
     """Whether the kernels serve these tensors: on a CUDA device that Triton supports, with values, not in fp64."""
-    return tensors[0].is_cuda and all(
-        tensor.is_cuda
-        and tensor.dtype not in (torch.float64, torch.complex64, torch.complex128)
-        and has_values(tensor)
-        and _is_supported(tensor.device)
-        for tensor in tensors
+    return _is_supported(tensors[0].device) and all(
+        x.is_cuda and x.dtype not in _UNSUPPORTED and has_values(x) for x in tensors
     )
+
+
+_UNSUPPORTED = {torch.float64, torch.complex64, torch.complex128}
 
 
 @cache
 def _is_supported(device: torch.device) -> bool:
-    return not triton_launch.device_reasons(device) and triton_launch.import_failure() is None
+    return device.type == "cuda" and not triton_launch.device_reasons(device) and triton_launch.import_failure() is None
 
 
 def _launch_moves(moves: Sequence[tuple[Rows, int]], *, same_rows: bool = False) -> None:
     """Move rows in Triton, those of up to :data:`MAX_TENSORS` tensors per launch."""
-    moves = [(rows, move) for rows, move in moves if rows.values.numel()]
+    moves = [move for move in moves if move[0].values.numel()]
+    kernel = triton_launch.kernels().move_rows
     for start in range(0, len(moves), MAX_TENSORS):
         some = moves[start : start + MAX_TENSORS]
-        blocks = [(*_block(part.tensor), move) for part, move in some]
-        num_programs = tuple(
-            _num_programs(part.tensor, part.rows, block) for (part, _), (*_, block, _) in zip(some, blocks, strict=True)
-        )
-        arguments = (
-            tuple(Source.of(part.tensor) for part, _ in some),
-            tuple(Source.of(part.values) for part, _ in some),
-            tuple(rows_table(part.rows, part.tensor.device) for part, _ in some),
-            num_programs,
-        )
-        constants = {"BLOCKS": tuple(blocks), "SAME_ROWS": same_rows}
-        kernel = triton_launch.kernels().move_rows
-        triton_launch.launch(kernel, sum(num_programs), some[0][0].tensor.device, arguments, constants)
+        tensors, all_rows, values = zip(*[part for part, _ in some], strict=True)
+        kinds = [move for _, move in some]
+        shapes = [x.shape for x in tensors]
+        # The rows of the first part hold the record.
+        key = same_rows, *kinds, *shapes, *all_rows[1:]
+        work_out = partial(_move_record, kernel, all_rows, shapes, kinds, same_rows, tensors[0].device)
+        launch(all_rows[0].launches, kernel, key, (*tensors, *values), work_out)
+
+
+def _move_record(
+    kernel: Any,
+    all_rows: Sequence[DilatedRows],
+    shapes: Sequence[torch.Size],
+    moves: Sequence[int],
+    same_rows: bool,
+    device: torch.device,
+) -> Record:
+    blocks = [(*_block(shape), move) for shape, move in zip(shapes, moves, strict=True)]
+    num_programs = tuple(
+        _num_programs(shape, rows, block) for shape, rows, (*_, block, _) in zip(shapes, all_rows, blocks, strict=True)
+    )
+    count = len(blocks)
+
+    def arrange(tables: Sequence[Any], sources: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(sources[:count]), tuple(sources[count:]), tuple(tables), num_programs
+
+    tables = [rows_table(rows, device) for rows in all_rows]
+    constants: dict[str, Hashable] = {"BLOCKS": tuple(blocks), "SAME_ROWS": same_rows}
+    return Record(kernel, sum(num_programs), tables, arrange, constants)
 
 
 def _launch_merge(
     out: Tensor, lse: Tensor, rows: DilatedRows, other_out: Tensor, other_lse: Tensor, same_rows: bool
 ) -> None:
     """Merge rows in Triton. LSEs are in fp32."""
-    head_dim, padded, block = _block(out)
     if not other_lse.numel():
         return
-    arguments = (*map(Source.of, (out, lse, other_out, other_lse)), rows_table(rows, out.device))
+    kernel, shape, device = triton_launch.kernels().merge_rows, out.shape, out.device
+    work_out = partial(_merge_record, kernel, rows, shape, same_rows, device)
+    launch(rows.launches, kernel, (same_rows, shape), (out, lse, other_out, other_lse), work_out)
+
+
+def _merge_record(kernel: Any, rows: DilatedRows, shape: torch.Size, same_rows: bool, device: torch.device) -> Record:
+    head_dim, padded, block = _block(shape)
     constants = {"HEAD_DIM": head_dim, "BLOCK_D": padded, "BLOCK_ROWS": block, "SAME_ROWS": same_rows}
-    kernel = triton_launch.kernels().merge_rows
-    triton_launch.launch(kernel, _num_programs(out, rows, block), out.device, arguments, constants)
 
+    def arrange(tables: Sequence[Any], sources: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, ...]:
+        return (*sources, *tables)
 
-def rows_table(rows: DilatedRows, device: torch.device) -> Tensor:
-    """The rows as int64 numbers: how many heads, then the entry of each head. Nobody may change the tensor."""
-    return keep_if_captured(_rows_table(rows, device), device)
+    return Record(kernel, _num_programs(shape, rows, block), [rows_table(rows, device)], arrange, constants)
 
 
 @lru_cache(maxsize=4096)
 @untraced
-def _rows_table(rows: DilatedRows, device: torch.device) -> Tensor:
+def rows_table(rows: DilatedRows, device: torch.device) -> Tensor:
+    """The rows as int64 numbers: how many heads, then the entry of each head. Nobody may change the tensor."""
     numbers = [rows.num_heads, *chain.from_iterable(row_entries(rows))]
     return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device)
 
 
-def _block(tensor: Tensor) -> tuple[int, int, int]:
+def _block(shape: torch.Size) -> tuple[int, int, int]:
     """The head dim, or 1 without one; the power of two that holds it; and the rows per program."""
-    head_dim = tensor.shape[3] if tensor.dim() > 3 else 1
+    head_dim = shape[3] if len(shape) > 3 else 1
     padded = 1 << (head_dim - 1).bit_length()
     return head_dim, padded, max(1, min(1024, BLOCK_ELEMENTS // padded))
 
 
-def _num_programs(tensor: Tensor, rows: DilatedRows, block: int) -> int:
-    return tensor.shape[0] * rows.segments * rows.num_heads * -(-rows.rows // block)
+def _num_programs(shape: torch.Size, rows: DilatedRows, block: int) -> int:
+    return shape[0] * rows.segments * rows.num_heads * -(-rows.rows // block)

@@ -123,6 +123,11 @@ class PackedParcels(Protocol):
     @property
     def buffer(self) -> Tensor: ...
 
+    @property
+    def layout(self) -> object:
+        """Equal for buffers in which the same parcels have their slices at the same places."""
+        ...
+
     def slice_offsets(self, parcel: Parcel) -> tuple[int, ...]:
         """The byte offsets of the slices of ``parcel``: of K, V and their marks, or of dK and dV."""
         ...

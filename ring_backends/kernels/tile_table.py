@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import chain, groupby, pairwise
 
 import torch
 from torch import Tensor
 
+from ring_backends.kernels.launch_records import Record
 from ring_backends.schedule.bands import CAUSAL, Band, trimmed
 from ring_backends.schedule.rank_plan import Parcel, ParcelRows, Tile
 from ring_backends.schedule.rows import DilatedRows
@@ -93,6 +93,7 @@ class TileTable:
         num_numbers: the end of the numbers of query rows.
         is_packed: whether the keys lie in a buffer of parcels.
         is_banded: whether a pair of entries has another band than the causal one.
+        records: the launches with these tables.
     """
 
     queries: Tensor
@@ -102,11 +103,38 @@ class TileTable:
     num_numbers: int
     is_packed: bool
     is_banded: bool
+    records: list[Record] = field(default_factory=list)
 
 
-def launches(tiles: Sequence[Tile]) -> list[tuple[Tile, ...]]:
-    """Split the tiles of a step into those of each launch: of one branch, with local keys or with parcels."""
-    return [tuple(group) for _, group in groupby(tiles, key=lambda tile: (tile.branch, not tile.parcels))]
+@dataclass(frozen=True, eq=False)
+class TileGroup:
+    """Tiles of a step that one launch computes.
+
+    Attributes:
+        tiles: which of the tiles of the step.
+        is_packed: whether their keys lie in a buffer of parcels.
+        tables: what tables were made for, and the tables.
+    """
+
+    tiles: slice
+    is_packed: bool
+    tables: list[tuple[tuple[object, ...], TileTable]] = field(default_factory=list)
+
+
+def tile_groups(tiles: Sequence[Tile]) -> tuple[TileGroup, ...]:
+    """Split the tiles of a step into groups: of one branch, with local keys or with parcels.
+
+    The groups are kept with the first tile, so a plan holds the tables and launches of its steps.
+    """
+    known: dict[int, tuple[TileGroup, ...]] = tiles[0].groups
+    if len(tiles) not in known:
+        groups, start = [], 0
+        for (_, is_packed), group in groupby(tiles, key=lambda tile: (tile.branch, isinstance(tile.keys, ParcelRows))):
+            stop = start + len([*group])
+            groups.append(TileGroup(slice(start, stop), is_packed))
+            start = stop
+        known[len(tiles)] = tuple(groups)
+    return known[len(tiles)]
 
 
 def parcels(tiles: Sequence[Tile]) -> tuple[Parcel, ...]:
@@ -114,13 +142,12 @@ def parcels(tiles: Sequence[Tile]) -> tuple[Parcel, ...]:
     return tuple(dict.fromkeys(parcel for tile in tiles for parcel in tile.parcels))
 
 
-@lru_cache(maxsize=1024)
 @untraced
 def tile_table(tiles: tuple[Tile, ...], offsets: tuple[Offsets, ...], device: torch.device) -> TileTable:
     """Make the tables of one launch.
 
     Args:
-        tiles: tiles of one launch. A plan holds the same tiles in every call.
+        tiles: tiles of one launch.
         offsets: of each of the :func:`parcels` of the tiles.
         device: where the tables are stored.
     """

@@ -135,7 +135,7 @@ def _backward(
         grads, lse = grads_of(launch.tile), saved.lse
         statistics = lse.new_empty(lse.shape[0], 2, launch.table.num_numbers)
         launch.run("grad_query", (saved.grad_out, saved.out, lse, statistics, grads.query))
-        launch.run("grad_key_value", (saved.grad_out, statistics, *launch.key_grads(grads, passed_on)))
+        launch.run("grad_key_value", (saved.grad_out, statistics, *launch.key_grads(grads)))
 
 
 def _not_translated(score_mod: ScoreMod) -> list[str]:

@@ -5,28 +5,26 @@ This module itself does not import Triton.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from types import MappingProxyType
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ring_backends.kernels.constants import keep_if_captured
+from ring_backends.kernels.launch_records import Record, Source, launch
 from ring_backends.kernels.steps import Grads, PackedParcels, StepRows, part_positions
-from ring_backends.kernels.tile_table import Offsets, TileTable, launches, parcels, tile_table
+from ring_backends.kernels.tile_table import Offsets, TileGroup, TileTable, parcels, tile_groups, tile_table
 from ring_backends.schedule.rank_plan import Parcel, ParcelPart, Tile
 
 NO_MARKS, MASK, DOCUMENTS = range(3)
 NO_WORDS, DROPOUT, POSITIONS = range(3)
 MIN_CAPABILITY = (8, 0)
-LAUNCH_OPTIONS = {"enable_fp_fusion": True}
-"""Triton's options for every launch. Triton 3.9 announces that later releases round between a multiplication and an
-addition unless a launch says otherwise. That takes more instructions."""
+
+MAX_TABLES = 8
+"""How many tables are kept for one group of tiles: for other devices, and for other layouts of buffers."""
 
 
 class Kernels(NamedTuple):
@@ -85,21 +83,6 @@ def device_reasons(device: torch.device) -> list[str]:
     if found < MIN_CAPABILITY:
         return [f"it needs compute capability 8.0, this is {found[0]}.{found[1]}"]
     return []
-
-
-class Source(NamedTuple):
-    """A tensor as an argument of a kernel, with four strides, so that all tensors of a dtype have the same type."""
-
-    pointer: Tensor | None
-    strides: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: Tensor | None) -> Source:
-        """Strides are 0 for dims that the tensor lacks, and without a tensor."""
-        if tensor is None:
-            return cls(None, (0,) * 4)
-        strides = (*tensor.stride(), *(0,) * (4 - tensor.dim()))
-        return cls(tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor, strides)
 
 
 class QuerySources(NamedTuple):
@@ -196,43 +179,47 @@ def padded_head_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-@dataclass(frozen=True)
 class Launch:
     """The tiles of one branch in one step, and what their kernels read.
 
-    Attributes:
+    Args:
         rows: this rank's rows.
         tile: the first tile.
-        queries, keys: words are those that dropout hashes, or for a score_mod the global positions.
+        inputs: query, documents and words of queries, key, value, marks and words of keys. Words are those that dropout
+            hashes, or for a score_mod the global positions.
+        passed_on: the buffer for dK and dV of keys that lie in parcels.
     """
 
-    rows: StepRows
-    tile: Tile
-    table: TileTable
-    queries: QuerySources
-    keys: KeySources
+    def __init__(
+        self,
+        rows: StepRows,
+        tile: Tile,
+        table: TileTable,
+        inputs: tuple[Tensor | None, ...],
+        passed_on: PackedParcels | None,
+    ) -> None:
+        self.tile, self.table = tile, table
+        self._rows, self._inputs, self._passed_on = rows, inputs, passed_on
 
     @classmethod
     def of_step(
         cls, tiles: Sequence[Tile], rows: StepRows, arrived: PackedParcels | None, passed_on: PackedParcels | None
     ) -> Iterator[Launch]:
         """The launches of a step, in order."""
-        of_queries = [Source.of(x) for x in (rows.query, rows.query_documents, _words(rows, rows.query_words))]
-        for group in launches(tiles):
-            offsets: tuple[Offsets, ...] = ()
-            key, value, marks, words = rows.key, rows.value, rows.key_marks, _words(rows, rows.key_words)
-            if group[0].parcels:
+        of_queries = rows.query, rows.query_documents, _words(rows, rows.query_words)
+        of_keys = rows.key, rows.value, rows.key_marks, _words(rows, rows.key_words)
+        for group in tile_groups(tiles):
+            inputs, table = of_keys, _table(group, tiles, rows, arrived, passed_on)
+            if group.is_packed:
                 assert arrived is not None
-                sent = parcels(group)
-                offsets = tuple(_offsets(sent, rows, arrived, passed_on))
-                key = value = arrived.buffer.view(rows.key.dtype)
-                marks = None if marks is None else arrived.buffer.view(marks.dtype)
+                keys = arrived.buffer.view(rows.key.dtype)
+                marks = None if rows.key_marks is None else arrived.buffer.view(rows.key_marks.dtype)
                 words = None
                 if has_words(rows):
+                    sent = parcels(tiles[group.tiles])
                     words = torch.cat([_words_of_parcel(rows, parcel).flatten() for parcel in sent])
-            table = keep_if_captured(tile_table(group, offsets, key.device), key.device)
-            of_keys = [Source.of(x) for x in (key, value, marks, words)]
-            yield cls(rows, group[0], table, QuerySources(table.queries, *of_queries), KeySources(table.keys, *of_keys))
+                inputs = keys, keys, marks, words
+            yield cls(rows, tiles[group.tiles.start], table, (*of_queries, *inputs), passed_on)
 
     def run(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Run the kernel called ``name``, a field of :class:`Kernels`.
@@ -240,25 +227,26 @@ class Launch:
         Args:
             tensors: those that other kernels do not have, in the order of the kernel's arguments.
         """
-        rows, mod, dropout = self.rows, self.rows.translation, self.rows.dropout
+        rows, mod, dropout = self._rows, self._rows.translation, self._rows.dropout
+        key: tuple[object, ...] = name, rows.query.shape, rows.value.shape[3], rows.first_head
+        numbers: tuple[Any, ...] = rows.scale, 1.0, None
+        all_tensors = *self._inputs, *tensors, *(() if mod is None else mod.tensors)
+        if dropout is not None:
+            key = *key, dropout.threshold
+            numbers = rows.scale, dropout.weight, None
+        elif mod is not None:
+            key = *key, mod.source, *(x if isinstance(x, int) else float for x in mod.numbers)
+            numbers = rows.scale, 1.0, mod.numbers or None
+        work_out = partial(self._record, name, len(tensors))
+        launch(self.table.records, getattr(kernels(), name), key, all_tensors, work_out, numbers)
+
+    def _record(self, name: str, num_tensors: int) -> Record:
+        rows, mod, dropout = self._rows, self._rows.translation, self._rows.dropout
         head_dim, value_dim = rows.query.shape[3], rows.value.shape[3]
         blocks = block_sizes(name, rows, is_interpreted=kernels().is_interpreted)
         owns_keys = name == "grad_key_value"
         owners = self.table.by_key if owns_keys else self.table.by_query
         work = owners.work(blocks.keys if owns_keys else blocks.queries)
-        num_programs = work.shape[0]
-        arguments = (
-            self.queries,
-            self.keys,
-            *map(Source.of, tensors),
-            OwnerTables(work, owners.bounds, owners.links),
-            num_programs,
-            rows.scale,
-            0 if dropout is None else dropout.threshold,
-            1.0 if dropout is None else dropout.weight,
-            rows.first_head,
-            None if mod is None else mod.captured,
-        )
         constants = {
             "HEAD_DIM": head_dim,
             "BLOCK_D": padded_head_dim(head_dim),
@@ -272,66 +260,57 @@ class Launch:
             "PACKED": self.table.is_packed,
             "BANDED": self.table.is_banded,
         }
-        options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
-        in_all = num_programs * rows.query.shape[0]
-        launch(getattr(kernels(), name), in_all, rows.query.device, arguments, constants, options)
+        return Record(
+            getattr(kernels(), name),
+            work.shape[0] * rows.query.shape[0],
+            (self.table.queries, self.table.keys, work, owners.bounds, owners.links),
+            _Arrangement(
+                num_tensors=num_tensors,
+                num_programs=work.shape[0],
+                threshold=0 if dropout is None else dropout.threshold,
+                first_head=rows.first_head,
+                has_score_mod=mod is not None,
+            ),
+            constants,
+            {"num_warps": blocks.warps, "num_stages": blocks.stages},
+        )
 
-    def key_grads(self, sums: Grads, passed_on: PackedParcels | None) -> tuple[Tensor, Tensor]:
+    def key_grads(self, sums: Grads) -> tuple[Tensor, Tensor]:
         """The tensors that take dK and dV."""
         if not self.table.is_packed:
             return sums.key, sums.value
-        assert passed_on is not None
-        grads = passed_on.buffer.view(torch.float32)
+        assert self._passed_on is not None
+        grads = self._passed_on.buffer.view(torch.float32)
         return grads, grads
 
 
-MAX_COMPILED = 8192
-_compiled: dict[Hashable, Any] = {}
-"""What Triton compiled, by what it compiled it for: at most :data:`MAX_COMPILED` entries."""
+@dataclass(frozen=True)
+class _Arrangement:
+    """Arranges the arguments of the kernels of a step: the inputs, ``num_tensors`` others, and those of a score_mod."""
 
+    num_tensors: int
+    num_programs: int
+    threshold: int
+    first_head: int
+    has_score_mod: bool
 
-def launch(
-    kernel: Any,
-    num_programs: int,
-    device: torch.device,
-    arguments: Sequence[Any],
-    constants: Mapping[str, Hashable],
-    options: Mapping[str, int] = MappingProxyType({}),
-) -> None:
-    """Launch a Triton kernel on ``device``.
-
-    Triton compiles a kernel for the constants and options, and for the dtypes, the alignment and some values of the
-    other arguments. It takes longer to look them up than to launch, so the compiled kernel is kept for arguments that
-    are alike.
-
-    Args:
-        arguments, constants: all arguments of the kernel, in its order. Its last ones are its constants.
-        options: Triton's options for this launch, besides :data:`LAUNCH_OPTIONS`.
-    """
-    with torch.cuda.device(device.index) if device.type == "cuda" else contextlib.nullcontext():
-        key = (kernel, device, *constants.values(), *options.values(), *map(_what_is_compiled, arguments))
-        compiled = _compiled.get(key)
-        if compiled is not None:
-            compiled[num_programs, 1, 1](*arguments, *constants.values())
-            return
-        compiled = kernel[(num_programs,)](*arguments, **constants, **options, **LAUNCH_OPTIONS)
-        if compiled is not None:  # the interpreter compiles nothing
-            if len(_compiled) >= MAX_COMPILED:
-                _compiled.clear()
-            _compiled[key] = compiled
-
-
-def _what_is_compiled(value: Any) -> Hashable:
-    """What Triton may compile into a kernel of the value of an argument. Numbers may be compiled by their value."""
-    kind = type(value)
-    if kind is Source:
-        pointer, strides = value
-        return None if pointer is None else (pointer.dtype, pointer.data_ptr() % 16 == 0, strides)
-    if isinstance(value, tuple):
-        return tuple(map(_what_is_compiled, value))
-    if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() % 16 == 0
-    return float if kind is float else value
+    def __call__(self, tables: Sequence[Any], sources: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, ...]:
+        (queries, keys, *of_owners), (scale, weight, captured_numbers) = tables, numbers
+        end, captured = 7 + self.num_tensors, None
+        if self.has_score_mod:
+            captured = tuple([pointer for pointer, _ in sources[end:]]) or None, captured_numbers
+        return (
+            QuerySources(queries, *sources[:3]),
+            KeySources(keys, *sources[3:7]),
+            *sources[7:end],
+            OwnerTables(*of_owners),
+            self.num_programs,
+            scale,
+            self.threshold,
+            weight,
+            self.first_head,
+            captured,
+        )
 
 
 def has_words(rows: StepRows) -> bool:
@@ -351,6 +330,31 @@ def _words_of_parcel(rows: StepRows, parcel: Parcel) -> Tensor:
     everything = ParcelPart(parcel, tuple(range(parcel.num_streams)), range(parcel.rows))
     positions = part_positions(everything, rows.key)
     return rows.key_words_at(positions) if rows.score_mod is None else positions
+
+
+def _table(
+    group: TileGroup,
+    tiles: Sequence[Tile],
+    rows: StepRows,
+    arrived: PackedParcels | None,
+    passed_on: PackedParcels | None,
+) -> TileTable:
+    """The tables of a group of the tiles. They depend on where the parcels lie in their buffers."""
+    device, sources = rows.query.device, (arrived, passed_on) if group.is_packed else ()
+    made_for = device, *(None if buffer is None else buffer.layout for buffer in sources)
+    for known, table in group.tables:
+        if known == made_for:
+            return table
+    offsets: tuple[Offsets, ...] = ()
+    its_tiles = tuple(tiles[group.tiles])
+    if group.is_packed:
+        assert arrived is not None
+        offsets = tuple(_offsets(parcels(its_tiles), rows, arrived, passed_on))
+    if len(group.tables) >= MAX_TABLES:
+        group.tables.clear()
+    table = tile_table(its_tiles, offsets, device)
+    group.tables.append((made_for, table))
+    return table
 
 
 def _offsets(

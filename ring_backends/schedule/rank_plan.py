@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 from ring_backends.schedule.bands import ANTICAUSAL, CAUSAL, Band
 from ring_backends.schedule.rows import DilatedRows
@@ -124,6 +125,11 @@ class Tile:
     band: Band | None = None
     opens_queries: bool = False
     opens_keys: bool = False
+
+    @cached_property
+    def groups(self) -> dict[int, Any]:
+        """By a number of tiles of a step of which this is the first: how kernels group these tiles."""
+        return {}
 
     @cached_property
     def is_causal(self) -> bool:

@@ -87,6 +87,11 @@ class DilatedRows:
         """What kernels work out about these rows of a tensor, by its shape and strides."""
         return {}
 
+    @cached_property
+    def launches(self) -> list[Any]:
+        """The records of the launches whose first rows these are (``kernels/launch_records.py``)."""
+        return []
+
     def part_of_segments(self, segments: range) -> DilatedRows:
         return replace(self, start=self.start + segments.start * self.segment_stride, segments=len(segments))
 

@@ -42,6 +42,8 @@ VARIANTS = {
 }
 
 
+ROWS = DilatedRows(0, 2, 256, 2, 128, head_runs(range(4), [0, 1, 0, 1]))
+
 Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
 """A kernel and the arguments of its launch."""
 
@@ -98,7 +100,7 @@ def attend(variant: str, head_dim: int, dtype: torch.dtype) -> None:
 
 def move_and_merge_rows(head_dim: int, dtype: torch.dtype) -> None:
     """What a call does with rows: gather those of a tile, scatter its gradients, merge its result, finish the sums."""
-    rows = DilatedRows(0, 2, 256, 2, 128, head_runs(range(4), [0, 1, 0, 1]))
+    rows = ROWS
     tensors = [torch.zeros(2, 512, 4, head_dim, dtype=dtype) for _ in range(5)]
     tile = [torch.zeros(4, 4, 128, head_dim, dtype=dtype) for _ in range(5)]
     lse, tile_lse = torch.zeros(2, 512, 4), torch.zeros(4, 4, 128)

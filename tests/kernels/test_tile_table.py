@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_backends.kernels.tile_table import launches, parcels, tile_table
+from ring_backends.kernels.tile_table import parcels, tile_groups, tile_table
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.testing.marks import THOROUGH
 from ring_backends.testing.strategies import AttentionCase, attention_cases
@@ -36,7 +36,8 @@ def test_no_two_entries_share_a_row(case: AttentionCase, ring_size: int, layout:
     for rank in range(ring_size):
         plan = rank_plan(schedule, rank, batch=1, head_dim=4, itemsize=4, backward=backward)
         for _, step in plan.steps:
-            for tiles in launches(step.all_tiles):
+            for group in tile_groups(step.all_tiles) if step.all_tiles else ():
+                tiles = step.all_tiles[group.tiles]
                 offsets = tuple((1000 * (1 + number),) * 6 for number in range(len(parcels(tiles))))
                 table = tile_table(tiles, offsets, torch.device("cpu"))
                 for rows in (entries(table.queries), entries(table.keys)):
