@@ -39,7 +39,7 @@ from ring_backends.kernels import Kernel, KernelInputs, kernels, launch_records,
 from ring_backends.kernels import rows as dilated
 from ring_backends.kernels.choice import MAX_ROWS_IN_PLACE, MAX_ROWS_OF_WINDOW
 from ring_backends.kernels.launch_records import Runtime
-from ring_backends.kernels.rows import ADD, SumPart, gathered_shape
+from ring_backends.kernels.rows import ADD, Sums, gathered_shape
 from ring_backends.schedule.trees import MESSAGE_COST
 
 CASES = ON_ONE_GPU | {
@@ -240,8 +240,8 @@ def row_launches(counter: LaunchCounter) -> Iterator[None]:
         read = sum(size(x, rows) if same_rows else _size(x) for x in (tile_out, tile_lse))
         counter.count("merge rows", read + 2 * (size(out, rows) + size(lse, rows)))
 
-    def add_parts(into: Tensor, summands: Tensor, parts: Sequence[SumPart]) -> None:
-        of_part = (part.length * (2 * into.itemsize + len(part.sources) * summands.itemsize) for part in parts)
+    def add_parts(into: Tensor, summands: Tensor, sums: Sums) -> None:
+        of_part = (part.length * (2 * into.itemsize + len(part.sources) * summands.itemsize) for part in sums.parts)
         counter.count("add parts", sum(of_part))
 
     def can_launch(*tensors: Tensor) -> bool:

@@ -137,7 +137,7 @@ def test_ring_and_syncs() -> None:
 def test_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_times, "OF_RINGS", {"a small call": SMALL_RING})
     rows = [*gpu.launches(1)]
-    names = {*Kernels._fields, "move rows", "merge rows"}
+    names = {*Kernels._fields, "move rows", "merge rows", "add parts"}
     for row, modelled_row in zip(rows, modelled("x", SMALL_RING, "triton_dilated"), strict=True):
         counts = modelled_row["launches_by_operator"]
         assert row["launches"] == sum(count for name, count in counts.items() if name in names)

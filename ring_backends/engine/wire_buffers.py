@@ -16,7 +16,7 @@ from torch import Tensor
 from ring_backends.kernels.constants import constant
 from ring_backends.kernels.rows import SumPart, Sums, add_parts
 from ring_backends.ring.wire_memory import CallMemory
-from ring_backends.schedule.rank_plan import Message, Parcel, ParcelRows
+from ring_backends.schedule.rank_plan import Message, Parcel, ParcelPart, ParcelRows
 
 ALIGNMENT = 16
 """Every slice of a buffer starts at a multiple of this many bytes."""
@@ -50,6 +50,7 @@ class Slice(NamedTuple):
     Attributes:
         start, stop: the bytes of the slice.
         end: where the next slice begins.
+        strides: of a contiguous tensor with this shape.
     """
 
     start: int
@@ -57,6 +58,7 @@ class Slice(NamedTuple):
     end: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
 @lru_cache(maxsize=4096)
@@ -72,7 +74,8 @@ def slices_of(row_format: RowFormat, streams: int, rows: int) -> tuple[Slice, ..
     for shape, dtype in shapes:
         start = slices[-1].end if slices else 0
         size = math.prod(shape) * dtype.itemsize
-        slices.append(Slice(start, start + size, start + -(-size // ALIGNMENT) * ALIGNMENT, dtype, shape))
+        strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        slices.append(Slice(start, start + size, start + -(-size // ALIGNMENT) * ALIGNMENT, dtype, shape, strides))
     return tuple(slices)
 
 
@@ -116,8 +119,19 @@ def _stretches(row_format: RowFormat, held: tuple[Parcel, ...], parcels: tuple[P
 
 def views_at(buffer: Tensor, first: int, row_format: RowFormat, parcel: Parcel) -> list[Tensor]:
     """The slices of a parcel that begins at the byte ``first`` of a buffer."""
-    slices = slices_of(row_format, len(parcel.streams), parcel.rows)
-    return [buffer[first + start : first + stop].view(dtype).view(shape) for start, stop, _, dtype, shape in slices]
+    offset = int(buffer.storage_offset()) + first
+    return [
+        buffer.view(dtype).as_strided(shape, strides, (offset + start) // dtype.itemsize)
+        for start, _, _, dtype, shape, strides in slices_of(row_format, len(parcel.streams), parcel.rows)
+    ]
+
+
+def _rows_of(whole: Tensor, part: ParcelPart) -> Tensor:
+    """A view of the rows of a part, given a slice of its parcel; all streams if the part has no stretch of them."""
+    if part.is_stretch and len(part.streams) < whole.shape[1]:
+        whole = whole.narrow(1, part.streams[0], len(part.streams))
+    rows = part.row_range
+    return whole if len(rows) == whole.shape[2] else whole.narrow(2, rows.start, len(rows))
 
 
 class Parts(NamedTuple):
@@ -170,30 +184,24 @@ class WireBuffer:
         """K, V and the marks of the rows, [batch, streams, rows, …]: views of the buffer if there is one part."""
         parts = []
         for part in rows.parts:
-            slices = self.slices(part.parcel)
-            for index, whole in enumerate(slices):
-                its_rows = whole[:, :, part.row_range.start : part.row_range.stop]
-                if part.is_stretch:
-                    slices[index] = its_rows[:, part.streams[0] : part.streams[-1] + 1]
-                else:
-                    slices[index] = its_rows.index_select(1, constant(part.streams, whole))
+            slices = [_rows_of(whole, part) for whole in self.slices(part.parcel)]
+            if not part.is_stretch:
+                slices = [whole.index_select(1, constant(part.streams, whole)) for whole in slices]
             parts.append(slices)
         key, value, *marks = parts[0] if len(parts) == 1 else [torch.cat(x, 2) for x in zip(*parts, strict=True)]
         return key, value, marks[0] if marks else None
 
     def add(self, rows: ParcelRows, grad_key: Tensor, grad_value: Tensor) -> None:
         """Add dK and dV, [batch, streams, rows, …], to those of the rows."""
-        first = 0
-        for part in rows.parts:
-            start, stop = part.row_range.start, part.row_range.stop
-            last = first + stop - start
-            for whole, grad in zip(self.slices(part.parcel), (grad_key, grad_value), strict=True):
-                place, its_grad = whole[:, :, start:stop], grad[:, :, first:last]
+        counts = [len(part.row_range) for part in rows.parts]
+        grads = zip(*(grad.split(counts, 2) for grad in (grad_key, grad_value)), strict=True)
+        for part, of_part in zip(rows.parts, grads, strict=True):
+            for whole, grad in zip(self.slices(part.parcel), of_part, strict=True):
+                place = _rows_of(whole, part)
                 if part.is_stretch:
-                    place[:, part.streams[0] : part.streams[-1] + 1] += its_grad
+                    place.add_(grad)
                 else:
-                    place.index_add_(1, constant(part.streams, grad), its_grad.to(place.dtype))
-            first = last
+                    place.index_add_(1, constant(part.streams, grad), grad.to(place.dtype))
 
     def add_arrived(self, arrivals: Arrivals) -> None:
         """Add the dK and dV that arrived to those of the same parcels here, if there are some."""

@@ -104,5 +104,5 @@ def test_no_launch_adds_two_values_to_one_element(dtype: torch.dtype) -> None:
             before.update(numbers)
 
     with mock.patch("ring_backends.engine.wire.scatter_many", check_disjoint):
-        run(call, inputs, no_hops())
+        run(call, inputs, no_hops("cpu"))
     assert sum(launches) > 2

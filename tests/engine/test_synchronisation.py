@@ -56,10 +56,10 @@ class RefuseCopiedNumbers(TorchFunctionMode):
         return result
 
 
-def no_hops() -> Hops:
-    """Hops that post nothing."""
+def no_hops(device: str = "meta") -> Hops:
+    """Hops that post nothing, with buffers on ``device``."""
     transfer = mock.Mock(**{"wait.return_value": None})
-    memory = CallMemory(torch.device("meta"))
+    memory = CallMemory(torch.device(device))
     return Hops(0, lambda outgoing, incoming, tag: transfer, mock.MagicMock(), mock.MagicMock(), Traffic(), memory)
 
 

@@ -27,6 +27,7 @@ from ring_backends.kernels.launch_records import MAX_RECORDS, Record, Runtime, S
 from ring_backends.kernels.rows import Rows
 from ring_backends.kernels.steps import StepRows
 from ring_backends.kernels.triton_launch import Launch
+from ring_backends.ring.wire_memory import CallMemory
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.schedule.rank_plan import Tile
 from ring_backends.schedule.rows import DilatedRows, HeadRun
@@ -188,10 +189,10 @@ def test_tables_of_parcels_fit_the_buffer_that_holds_them(stand_in: StandIn, bac
     (tiles,) = [tiles for _, step in plan.steps for tiles in step.tiles if any(tile.parcels for tile in tiles)]
     sent = tuple(dict.fromkeys(parcel for tile in tiles for parcel in tile.parcels))
     device, plain = torch.device("cpu"), RowFormat(1, 16, 16, torch.float32)
-    passed_on = WireBuffer(plain, sent, device) if backward else None
+    passed_on = WireBuffer(plain, sent, CallMemory(device)) if backward else None
     tables = []
     for marks in (None, torch.bool, torch.int64, None):
-        arrived = WireBuffer(replace(plain, marks=marks), sent, device)
+        arrived = WireBuffer(replace(plain, marks=marks), sent, CallMemory(device))
         rows = replace(PLAIN, key_marks=None if marks is None else QUERY[..., 0].to(marks))
         table = [x for x in Launch.of_step(tiles, rows, arrived, passed_on) if x.table.is_packed][-1].table
         tables.append(table)
