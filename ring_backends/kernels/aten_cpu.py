@@ -41,8 +41,12 @@ class AtenCpuFlashKernel(PerTileKernel):
     def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
         if tile.key.shape[2] < _FEW_KEYS and not all_finite(tile.query, tile.key):
             return blockwise.forward(tile)
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *readable(tile.tensors, tile.query.dtype),
+        query, key, value = readable(tile.tensors, tile.query.dtype)
+        # Unlike torch.ops.aten, torch's own function does not box its arguments. There is none for the backward.
+        out, lse = torch._scaled_dot_product_flash_attention_for_cpu(
+            query,
+            key,
+            value,
             0.0,
             tile.is_causal,
             attn_mask=None if tile.key_mask is None else key_bias(tile.key_mask, tile.query),
