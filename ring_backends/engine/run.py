@@ -7,14 +7,13 @@ over all keys, so the gradients of all tiles add up.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from ring_backends.engine.call import AttentionCall, AttentionInputs, local_rows
 from ring_backends.engine.results import BlockGrads, BlockOut, Result, results_for
 from ring_backends.engine.wire import ArrivingKeys, Hops, ReturningGrads, key_format, running
+from ring_backends.engine.wire_buffers import RowFormat
 from ring_backends.kernels.base import by_kernel
 from ring_backends.kernels.merge import merge_zero_value_, statistics_dtype
 from ring_backends.kernels.rows import RowMemory
@@ -66,10 +65,8 @@ def backward(
         if inputs.key.dtype == torch.bfloat16 and call.grad_wire_dtype is not None:
             wire_dtype = call.grad_wire_dtype
         keys_format = key_format(rows)
-        formats = {
-            "sums": replace(keys_format, dtype=sum_dtype, marks=None),
-            "on_wire": replace(keys_format, dtype=wire_dtype, marks=None),
-        }
+        sizes = keys_format.batch, keys_format.head_dim, keys_format.value_dim
+        formats = {"sums": RowFormat(*sizes, sum_dtype), "on_wire": RowFormat(*sizes, wire_dtype)}
         arriving = [ArrivingKeys(plan, delivery, rows, keys_format, hops) for delivery in plan.deliveries]
         returning = [ReturningGrads(plan, delivery, hops, **formats) for delivery in plan.deliveries]
         computed: BlockGrads | None = None  # the block before, if some of its dK and dV are still on their way
