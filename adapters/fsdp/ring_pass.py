@@ -50,9 +50,9 @@ def _hop_stream(device: torch.device) -> torch.cuda.Stream:
 class StreamTransfer(Transfer):
     """A transfer whose operations were posted on a stream of their own.
 
-    It holds the buffers until the compute stream waits for the hops. From then on the allocator may reuse their memory
+    It holds the buffers until the compute stream waits for the hops. From then on the ring may use their memory again,
     in the order of the compute stream. Only a failed wait calls ``record_stream``, since nothing orders the two streams
-    then. Over NCCL torch calls it for every buffer, so the memory is free only when NCCL's stream has used it.
+    then. (Over NCCL torch calls it for every buffer, which delays the reuse of memory that is freed.)
     """
 
     transfer: Transfer

@@ -188,19 +188,18 @@ class ArrivingKeys:
 
     def _post(self, step: int) -> None:
         """Post the hop that ``step`` waits for: parcels that have arrived, or this rank's own rows."""
-        hop, source, is_kept = self._delivery.keys[step], self._buffer, self._delivery.is_kept
+        hop, here, is_kept = self._delivery.keys[step], self._buffer, self._delivery.is_kept
         if not (hop.sends or hop.receives):
-            self._buffer = source if is_kept else None
+            self._buffer = here if is_kept else None
             return
         assert self._hops is not None
         memory = self._hops.memory
         sent, arriving = parcels_of(hop.sends), parcels_of(hop.receives)
-        if source is None or not source.starts.keys() >= {*sent}:
-            source = self._own(step, sent, memory)
+        source = here if here is not None and here.starts.keys() >= {*sent} else self._own(step, sent, memory)
         self._buffer = source if is_kept else WireBuffer(self._format, arriving, memory)
         outgoing, incoming = source.parts(hop.sends, memory), self._buffer.parts(hop.receives, memory)
         self._sent = outgoing.copies
-        if outgoing.has_views and not is_kept:
+        if not is_kept and (outgoing.has_views or source is not here):
             self._sent.append(source.buffer)
         number = self._delivery.number
         self._posted = self._hops.post(step, hop, outgoing.by_peer, incoming.by_peer, self._format, delivery=number)

@@ -51,8 +51,8 @@ class WorkTransfer(Transfer):
 
     - The works run on NCCL's own stream. Before they start, that stream waits for the stream on which they are posted.
       So outgoing buffers are filled, and earlier uses of the memory of incoming buffers have ended.
-    - ``buffers`` are referenced until ``wait`` has ordered the current stream after the works. From then on the
-      allocator may reuse their memory in the order of that stream, on which they were allocated.
+    - ``buffers`` are referenced until ``wait`` has ordered the current stream after the works. From then on their
+      memory may be used again in the order of that stream (:mod:`ring_backends.ring.wire_memory`).
     - If an error comes before a stream waits for the works, ``abandon`` keeps the memory unused until they are over.
 
     Attributes:

@@ -111,6 +111,7 @@ class BlockMemory(CallMemory):
             del self._places[buffer]
 
     def end(self) -> None:
+        assert not self._places, "every buffer is given back"
         self._block.needs.append(self._need)
         self._blocks[self._stream] = self._block
         while len(self._blocks) > NUM_STREAMS:

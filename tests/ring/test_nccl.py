@@ -59,27 +59,70 @@ def test_the_host_waits_for_nothing() -> None:
     assert run(1, call, seconds=60) == [([False, False], True, None)]
 
 
-@pytest.mark.xfail(strict=True, reason="torch holds the buffers of a hop until NCCL's stream has used them")
-def test_a_host_that_runs_ahead_holds_no_more_memory() -> None:
-    """The GPU is busy while the host makes several calls."""
+def kept(ring: SimulatedRing) -> dict[Any, tuple[Tensor, int]]:
+    """The memory that the ring keeps for each stream, and the bytes that the latest call has needed."""
+    return {stream: (block.memory, block.needs[-1]) for stream, block in ring.wire_memory._blocks.items()}
+
+
+@pytest.mark.parametrize("has_backward", [False, True])
+def test_a_host_that_runs_ahead_holds_no_more_memory(has_backward: bool) -> None:
+    """The GPU is busy while the host makes several calls, which allocate no wire buffers."""
 
     def peak(ring: SimulatedRing, *, is_ahead: bool) -> int:
-        attend, inputs = attended(ring)
-        inputs = [nccl_stand_in.to_device(x.detach()) for x in inputs]
-        nccl_stand_in.synchronize()
+        attend = attention(ring)
+        inputs = [nccl_stand_in.to_device(x) for x in local_inputs(ring)]
+
+        def call() -> None:
+            out = attend(*inputs)
+            if has_backward:
+                torch.autograd.grad(out, inputs, out.detach())
+
+        for _ in range(2):  # the second call makes the block
+            call()
+            nccl_stand_in.synchronize()
+        ((stream, (memory, need)),) = kept(ring).items()
+        assert need == len(memory) > 0
         nccl_stand_in.reset_peak()
         is_free = threading.Event()
         if is_ahead:
             nccl_stand_in.current_stream().wait_for(is_free)
         for _ in range(8):
-            attend(*inputs)
+            call()
             if not is_ahead:
                 nccl_stand_in.synchronize()
         is_free.set()
+        assert kept(ring)[stream][0] is memory
+        assert kept(ring)[stream][1] == need
         return nccl_stand_in.peak_bytes()
 
     ahead, behind = (max(run(2, partial(peak, is_ahead=is_ahead), seconds=60)) for is_ahead in (True, False))
     assert ahead <= 1.2 * behind, f"{ahead} bytes, and {behind} of a host that waits for the GPU"
+
+
+def test_calls_on_two_streams_share_no_memory() -> None:
+    """The first stream is busy while the host makes calls on both."""
+
+    def call(ring: SimulatedRing) -> Any:
+        attend = attention(ring)
+        inputs = [nccl_stand_in.to_device(x.detach()) for x in local_inputs(ring)]
+        other, is_free = nccl_stand_in.Stream(), threading.Event()
+        expected = attend(*inputs), attend(*[2 * x for x in inputs])
+        doubled = [2 * x for x in inputs]
+        nccl_stand_in.synchronize()
+        with torch.cuda.stream(other):
+            attend(*doubled)
+            nccl_stand_in.synchronize()
+        nccl_stand_in.current_stream().wait_for(is_free)
+        first = attend(*inputs)
+        with torch.cuda.stream(other):
+            second = attend(*doubled)
+        is_free.set()
+        nccl_stand_in.synchronize()
+        other.synchronize()
+        assert len(kept(ring)) == 2
+        return [torch.equal(*both) for both in zip(expected, (first, second), strict=True)]
+
+    assert run(2, call, seconds=60) == [[True, True]] * 2
 
 
 def call_differently(ring: SimulatedRing, difference: str) -> Ended:
@@ -125,6 +168,7 @@ def test_memory_of_a_hop_that_nobody_waits_for_is_not_reused() -> None:
         work = ring.communicator.latest
         stream.add(lambda: [seen.append(work.is_completed()) for _, other, seen in recorded if other is stream])
         stream.synchronize()
+        assert not kept(ring)  # no later call gets the memory
         return error
 
     def record_stream(buffer: Tensor, stream: Any) -> None:

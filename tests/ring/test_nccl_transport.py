@@ -10,11 +10,10 @@ import torch
 from nccl_suites import BlockingHopTests, HopTests, Worlds, blocking_worlds, pair, simulated_worlds, world
 
 from ring_backends.engine import wire
-from ring_backends.engine.wire import PostedHop
+from ring_backends.engine.wire_buffers import WireBuffer
 from ring_backends.errors import RingMismatchError
 from ring_backends.ring import stream_hops, transfer
 from ring_backends.ring.calls import Configuration
-from ring_backends.ring.transfer import WorkTransfer
 from ring_backends.testing.calls import call_here
 from ring_backends.testing.correctness import EDGE_CASES
 from ring_backends.testing.rings import FOUR, TWO, ring_here
@@ -55,10 +54,17 @@ def post_hops_in_another_order_on_each_rank() -> None:
     assert [received[index].tolist() for index in (0, 1)] == [[7] * 4, [8] * 4], received
 
 
-def free_buffers_before_they_are_sent() -> None:
-    """Only the works hold the buffers of a hop."""
-    keeps_none = mock.patch.object(transfer, "WorkTransfer", lambda works, _, *rest: WorkTransfer(works, [], *rest))
-    with keeps_none, mock.patch.object(wire, "PostedHop", lambda posted, _, *rest: PostedHop(posted, {}, *rest)):
+def give_back_buffers_before_they_are_sent() -> None:
+    """Later buffers get the memory of a buffer before the ``wait`` of its hop."""
+    advance = wire.ArrivingKeys.advance
+
+    def give_back_and_advance(keys: wire.ArrivingKeys, step: int) -> WireBuffer | None:
+        if keys._posted is not None:
+            keys._posted.hops.memory.give_back(*keys._sent)
+            keys._sent = []
+        return advance(keys, step)
+
+    with mock.patch.object(wire.ArrivingKeys, "advance", give_back_and_advance):
         call_here(ADAPTER, EDGE_CASES["grouped queries"], FOUR, "zigzag").check()
 
 
@@ -73,7 +79,7 @@ def read_headers_before_their_messages_arrive() -> None:
     ("fault", "error"),
     [
         (post_hops_in_another_order_on_each_rank, RingMismatchError),
-        (free_buffers_before_they_are_sent, AssertionError),
+        (give_back_buffers_before_they_are_sent, AssertionError),
         (read_headers_before_their_messages_arrive, RingMismatchError),
     ],
     ids=lambda value: value.__name__,
