@@ -39,7 +39,7 @@ from ring_backends.kernels import Kernel, KernelInputs, kernels, launch_records,
 from ring_backends.kernels import rows as dilated
 from ring_backends.kernels.choice import MAX_ROWS_IN_PLACE, MAX_ROWS_OF_WINDOW
 from ring_backends.kernels.launch_records import Runtime
-from ring_backends.kernels.rows import ADD, Sums, gathered_shape
+from ring_backends.kernels.rows import ADD, TAKE, Sums, gathered_shape
 from ring_backends.schedule.trees import MESSAGE_COST
 
 CASES = ON_ONE_GPU | {
@@ -232,12 +232,15 @@ def row_launches(counter: LaunchCounter) -> Iterator[None]:
     def move_rows(moves: Sequence[Any], *, same_rows: bool = False) -> None:
         moved = 0
         for (tensor, rows, values), move in moves:
-            moved += size(values, rows) if same_rows else _size(values)
-            moved += size(tensor, rows) * (2 if move == ADD else 1)
+            moved += (size(values, rows) if same_rows else _size(values)) * (2 if move == TAKE else 1)
+            moved += size(tensor, rows) * (2 if move in (ADD, TAKE) else 1)
         counter.count("move rows", moved, -(-len(moves) // dilated.MAX_TENSORS))
 
-    def merge_rows(out: Tensor, lse: Tensor, rows: Any, tile_out: Tensor, tile_lse: Tensor, same_rows: bool) -> None:
+    def merge_rows(
+        out: Tensor, lse: Tensor, rows: Any, tile_out: Tensor, tile_lse: Tensor, same_rows: bool, takes: bool
+    ) -> None:
         read = sum(size(x, rows) if same_rows else _size(x) for x in (tile_out, tile_lse))
+        read += size(tile_lse, rows) if takes else 0
         counter.count("merge rows", read + 2 * (size(out, rows) + size(lse, rows)))
 
     def add_parts(into: Tensor, summands: Tensor, sums: Sums) -> None:

@@ -24,6 +24,8 @@ from ring_backends.kernels.steps import Grads, PackedParcels
 from ring_backends.schedule.rank_plan import HeadBlock, Phantom, Tile
 from ring_backends.schedule.rows import DilatedRows
 
+Side = Literal["queries", "keys"]
+
 
 class Result:
     """A contiguous result of the call, allocated when it is first used.
@@ -87,7 +89,7 @@ class BlockOut:
                 lse = torch.full_like(lse, -math.inf)
             elif not block.roles.is_opened:
                 lse.fill_(-math.inf)
-            self._sums = Merged(_sums(out, block, "queries"), lse)
+            self._sums = Merged(_sums(block, [(out, "queries")])[0], lse)
         return self._sums
 
     def of(self, tile: Tile) -> Merged:
@@ -112,11 +114,10 @@ class BlockOut:
 
     def finish(self) -> None:
         """Merge the sums into the results."""
+        # The sums of a row hold all of its branches, so the first that has the row takes them.
         for branch in reversed(self.block.others):
             for rows in branch.queries:
-                merge_rows(*self.results, rows, *self.sums, same_rows=True)
-            if branch is not self.block.others[0]:  # a row of several branches is merged once
-                fill_rows([(self.sums.lse, rows) for rows in branch.queries], -math.inf)
+                merge_rows(*self.results, rows, *self.sums, same_rows=True, takes=branch is not self.block.others[0])
         if self.block.roles.base is None and self.sums.out.dtype != self._out.dtype:
             self.results.out.copy_(self.sums.out)
 
@@ -138,8 +139,8 @@ class BlockGrads:
     @property
     def sums(self) -> Grads:
         if self._sums is None:
-            block, (query, key, value) = self.block, self.results
-            self._sums = Grads(_sums(query, block, "queries"), _sums(key, block, "keys"), _sums(value, block, "keys"))
+            sides: list[Side] = ["queries", "keys", "keys"]
+            self._sums = Grads(*_sums(self.block, [*zip(self.results, sides, strict=True)]))
         return self._sums
 
     def of(self, tile: Tile) -> Grads:
@@ -176,21 +177,29 @@ class BlockGrads:
                 for result, side, sums in zip(self.results, sides, self.sums, strict=True)
                 for rows in side
             ]
-            add_rows(parts)
-            if branch is not self.block.others[0]:  # a row of several branches is added once
-                fill_rows([(sums, rows) for _, rows, sums in parts], 0.0)
+            add_rows(parts, takes=branch is not self.block.others[0])
         if self.block.roles.base is None:
             for result, sums in zip(self.results, self.sums, strict=True):
                 if sums.dtype != result.dtype:
                     result.copy_(sums)
 
 
-def _sums(result: Tensor, block: HeadBlock, side: Literal["queries", "keys"]) -> Tensor:
-    """The sums of a result: the result itself if possible, else new memory. Rows that no tile opens begin with 0."""
-    dtype = statistics_dtype(result.dtype)
-    sums = torch.empty_like(result, dtype=dtype) if block.others or result.dtype != dtype else result
+def _sums(block: HeadBlock, results: Sequence[tuple[Tensor, Side]]) -> list[Tensor]:
+    """The sums of results: the result itself if possible, else new memory. Rows that no tile opens begin with 0."""
+    found = []
+    for result, _ in results:
+        dtype = statistics_dtype(result.dtype)
+        is_new = block.others or result.dtype != dtype
+        found.append(torch.empty_like(result, dtype=dtype) if is_new else result)
     if not block.roles.is_opened:
-        return sums.zero_()
-    if len(block.others) > 1:  # tiles open the rows of the first
-        fill_rows([(sums, rows) for branch in block.others[1:] for rows in getattr(branch, side)], 0.0)
-    return sums
+        return [sums.zero_() for sums in found]
+    opened_later = block.others[1:]  # tiles open the rows of the first
+    filled = [
+        (sums, rows)
+        for sums, (_, side) in zip(found, results, strict=True)
+        for branch in opened_later
+        for rows in getattr(branch, side)
+    ]
+    if filled:
+        fill_rows(filled, 0.0)
+    return found

@@ -28,7 +28,8 @@ from ring_backends.kernels.tile_table import row_entries
 from ring_backends.schedule.rows import DilatedRows, HeadRun
 from ring_backends.torch_internals import has_values, untraced
 
-GATHER, STORE, ADD = range(3)
+GATHER, STORE, ADD, TAKE = range(4)
+"""How rows move. ``TAKE`` adds values like ``ADD``, and then sets them to 0."""
 
 MAX_LAYOUTS = 64
 """How many shapes and strides of tensors are kept for the same rows."""
@@ -207,28 +208,38 @@ def scatter_many(stored: Sequence[Rows] = (), added: Sequence[Rows] = ()) -> Non
 
 
 def merge_rows(
-    out: Tensor, lse: Tensor, rows: DilatedRows, other_out: Tensor, other_lse: Tensor, *, same_rows: bool = False
+    out: Tensor,
+    lse: Tensor,
+    rows: DilatedRows,
+    other_out: Tensor,
+    other_lse: Tensor,
+    *,
+    same_rows: bool = False,
+    takes: bool = False,
 ) -> None:
     """Merge another result into the rows of ``out``, and of ``lse`` [batch, seq, heads], in place.
 
     Args:
         other_out, other_lse: gathered rows, or with ``same_rows`` tensors that hold the same rows where they are.
+        takes: whether ``other_lse`` is set to −inf in these rows, so that they are not merged again.
     """
     if can_launch(out, lse, other_out, other_lse):
-        _launch_merge(out, lse, rows, other_out, other_lse, same_rows)
+        _launch_merge(out, lse, rows, other_out, other_lse, same_rows, takes)
         return
     pairs = zip(_paired(out, rows, other_out, same_rows), _paired(lse, rows, other_lse, same_rows), strict=True)
     for (out_view, other), (lse_view, other_lse_view) in pairs:
         merge_(out_view, lse_view, other, other_lse_view)
+        if takes:
+            other_lse_view.fill_(-math.inf)
 
 
-def add_rows(parts: Sequence[Rows]) -> None:
-    """Add the rows of each part's ``values`` to the same rows of its tensor.
+def add_rows(parts: Sequence[Rows], *, takes: bool = False) -> None:
+    """Add the rows of each part's ``values`` to the same rows of its tensor, and with ``takes`` set them to 0.
 
     No two parts may hold the same row of a tensor. Unlike elsewhere, ``values`` are not gathered. They are in the same
     places of a tensor [batch, seq, heads, …].
     """
-    _move(added=parts, same_rows=True)
+    _move(added=parts, same_rows=True, takes=takes)
 
 
 class SumPart(NamedTuple):
@@ -323,15 +334,25 @@ def whole(values: Tensor, rows: DilatedRows, shape: Sequence[int]) -> Tensor | N
 
 
 def _move(
-    gathered: Sequence[Rows] = (), stored: Sequence[Rows] = (), added: Sequence[Rows] = (), *, same_rows: bool = False
+    gathered: Sequence[Rows] = (),
+    stored: Sequence[Rows] = (),
+    added: Sequence[Rows] = (),
+    *,
+    same_rows: bool = False,
+    takes: bool = False,
 ) -> None:
-    """Gather, store or add rows. With ``same_rows``, values are in the same rows of another tensor, not gathered."""
+    """Gather, store or add rows.
+
+    Args:
+        same_rows: whether values are in the same rows of another tensor, and not gathered.
+        takes: whether the values that are added are then set to 0.
+    """
     parts = [*gathered, *stored, *added]
     if not parts:
         return
     tensors, _, of_rows = zip(*parts, strict=True)
     if can_launch(*tensors, *of_rows):
-        moves = [GATHER] * len(gathered) + [STORE] * len(stored) + [ADD] * len(added)
+        moves = [GATHER] * len(gathered) + [STORE] * len(stored) + [TAKE if takes else ADD] * len(added)
         _launch_moves([*zip(parts, moves, strict=True)], same_rows=same_rows)
         return
     for part in gathered:
@@ -343,6 +364,8 @@ def _move(
     for part in added:
         for view, values in _paired(*part, same_rows):
             view.add_(values)
+            if takes:
+                values.zero_()
 
 
 def _paired(tensor: Tensor, rows: DilatedRows, values: Tensor, same_rows: bool) -> list[tuple[Tensor, Tensor]]:
@@ -427,19 +450,27 @@ def _move_record(
 
 
 def _launch_merge(
-    out: Tensor, lse: Tensor, rows: DilatedRows, other_out: Tensor, other_lse: Tensor, same_rows: bool
+    out: Tensor, lse: Tensor, rows: DilatedRows, other_out: Tensor, other_lse: Tensor, same_rows: bool, takes: bool
 ) -> None:
     """Merge rows in Triton. LSEs are in fp32."""
     if not other_lse.numel():
         return
     kernel, shape, device = triton_launch.kernels().merge_rows, out.shape, out.device
-    work_out = partial(_merge_record, kernel, rows, shape, same_rows, device)
-    launch(rows.launches, kernel, (same_rows, shape), (out, lse, other_out, other_lse), work_out)
+    work_out = partial(_merge_record, kernel, rows, shape, same_rows, takes, device)
+    launch(rows.launches, kernel, (same_rows, takes, shape), (out, lse, other_out, other_lse), work_out)
 
 
-def _merge_record(kernel: Any, rows: DilatedRows, shape: torch.Size, same_rows: bool, device: torch.device) -> Record:
+def _merge_record(
+    kernel: Any, rows: DilatedRows, shape: torch.Size, same_rows: bool, takes: bool, device: torch.device
+) -> Record:
     head_dim, padded, block = _block(shape)
-    constants = {"HEAD_DIM": head_dim, "BLOCK_D": padded, "BLOCK_ROWS": block, "SAME_ROWS": same_rows}
+    constants = {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": padded,
+        "BLOCK_ROWS": block,
+        "SAME_ROWS": same_rows,
+        "TAKES": takes,
+    }
 
     def arrange(tables: Sequence[Any], sources: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, ...]:
         return (*sources, *tables)

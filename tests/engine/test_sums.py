@@ -40,6 +40,7 @@ CASES = {
     "overlapping": OVERLAPPING,
     "causal": replace(OVERLAPPING, is_causal=True, offset="block"),
     "ragged": replace(OVERLAPPING, seq_len=90, segment_lengths=(16, 40, 90), is_causal=True),
+    "four branches": replace(OVERLAPPING, segment_lengths=(32, 48, 96, 96), dilation_rates=(1, 2, 4, 8)),
     "two dense branches": replace(OVERLAPPING, segment_lengths=(32, 96), dilation_rates=(1, 1)),
     "one branch": replace(OVERLAPPING, segment_lengths=(32,), dilation_rates=(1,), is_causal=True),
     "no base": replace(OVERLAPPING, dilation_rates=(2, 4, 8)),

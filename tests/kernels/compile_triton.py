@@ -110,8 +110,8 @@ def move_and_merge_rows(head_dim: int, dtype: torch.dtype) -> None:
         query, *keys = (Rows(x, rows, grad) for x, grad in zip(sums, tile, strict=False))
         scatter_many([query], keys)
         merge_rows(sums[0], lse, rows, tile[0], tile_lse)
-        merge_rows(tensors[0], lse, rows, sums[0], torch.zeros_like(lse), same_rows=True)
-        add_rows([Rows(x, rows, values) for x, values in zip(tensors, sums, strict=False)])
+        merge_rows(tensors[0], lse, rows, sums[0], torch.zeros_like(lse), same_rows=True, takes=True)
+        add_rows([Rows(x, rows, values) for x, values in zip(tensors, sums, strict=False)], takes=True)
         fill_rows([(x, rows) for x in sums], 0.0)
 
 

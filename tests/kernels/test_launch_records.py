@@ -162,6 +162,7 @@ def test_launches_of_rows_are_used_for_tensors_that_are_alike(stand_in: StandIn)
         lambda: dilated.scatter_many([Rows(tensor, rows, values)]),
         lambda: dilated.scatter_many(added=[Rows(tensor, rows, values)]),
         lambda: dilated.add_rows([Rows(tensor, rows, tensor)]),
+        lambda: dilated.add_rows([Rows(tensor, rows, tensor)], takes=True),
         lambda: dilated.scatter_many(added=[Rows(tensor, rows, spread)]),  # with the strides of the tensor
         lambda: dilated.gather_many([Rows(unaligned(tensor), rows, values)]),
         lambda: dilated.gather_many([Rows(other_strides(tensor), rows, values)]),
@@ -171,6 +172,7 @@ def test_launches_of_rows_are_used_for_tensors_that_are_alike(stand_in: StandIn)
         lambda: dilated.gather_many([Rows(tensor, rows, values), Rows(tensor, fewer, few)]),
         lambda: dilated.merge_rows(tensor, lse, rows, values, values[..., 0]),
         lambda: dilated.merge_rows(tensor, lse, rows, tensor, lse, same_rows=True),
+        lambda: dilated.merge_rows(tensor, lse, rows, tensor, lse, same_rows=True, takes=True),
         lambda: dilated.add_parts(tensor.view(-1), values.view(-1), sums),
         lambda: dilated.add_parts(tensor.view(-1), values.half().view(-1), sums),
     ]

@@ -195,14 +195,18 @@ def merged(out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> tupl
 
 
 @fixed_examples(30)
-@given(case=rows_cases(), value_dtype=st.sampled_from(DTYPES))
-def test_the_same_rows_of_two_tensors_are_added_and_filled(case: RowsCase, value_dtype: torch.dtype) -> None:
+@given(case=rows_cases(), value_dtype=st.sampled_from(DTYPES), takes=st.booleans())
+def test_the_same_rows_of_two_tensors_are_added_and_filled(case, value_dtype, takes):
     tensor, other = case.tensor(torch.float16), case.tensor(value_dtype, 1)
     expected = tensor.clone()
     at = case.indices()
     expected[at] = (tensor.double() + other.double())[at].float().half()
-    add_rows([Rows(tensor, case.dilated, other)])
+    left = other.clone()
+    if takes:
+        left[at] = 0.0
+    add_rows([Rows(tensor, case.dilated, other)], takes=takes)
     assert torch.equal(tensor, expected)
+    assert torch.equal(other, left)
     fill_rows([(tensor, case.dilated), (other, case.dilated)], -math.inf)
     expected[at] = -math.inf
     assert torch.equal(tensor, expected)
@@ -210,14 +214,18 @@ def test_the_same_rows_of_two_tensors_are_added_and_filled(case: RowsCase, value
 
 
 @fixed_examples(30)
-@given(case=rows_cases(head_dims=(4, 1, 3, 20)))
-def test_the_same_rows_of_two_results_are_merged(case: RowsCase) -> None:
+@given(case=rows_cases(head_dims=(4, 1, 3, 20)), takes=st.booleans())
+def test_the_same_rows_of_two_results_are_merged(case: RowsCase, takes: bool) -> None:
     out, other = case.tensor(torch.float16), case.tensor(torch.float32, 1)
     lse, other_lse = out[..., 0].float() * 3, other[..., 0] * 3
     at = case.indices()
     blind_rows(out, lse, 0.3, torch.Generator().manual_seed(case.seed))
     expected_out, expected_lse = merged(out[at], lse[at], other[at], other_lse[at])
-    merge_rows(out, lse, case.dilated, other, other_lse, same_rows=True)
+    left = other_lse.clone()
+    if takes:
+        left[at] = -math.inf
+    merge_rows(out, lse, case.dilated, other, other_lse, same_rows=True, takes=takes)
+    assert torch.equal(other_lse, left)
     torch.testing.assert_close(out[at].double(), expected_out, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(lse[at].double(), expected_lse, rtol=1e-6, atol=2e-6)
 

@@ -13,7 +13,8 @@ from ring_backends.kernels import rows as dilated
 from ring_backends.kernels.triton.blocks import ROW_COLUMNS, merged_result, row_pointers
 
 GATHER = tl.constexpr(dilated.GATHER)
-ADD = tl.constexpr(dilated.ADD)
+STORE = tl.constexpr(dilated.STORE)
+TAKE = tl.constexpr(dilated.TAKE)
 
 
 @triton.jit
@@ -52,7 +53,9 @@ def move_block(source, values, table, program, HEAD_DIM, BLOCK_D, BLOCK_ROWS, MO
         tl.store(value_at, tl.load(at, mask=wanted).to(value_at.dtype.element_ty), mask=wanted)
     else:
         rows = tl.load(value_at, mask=wanted)
-        if MOVE == ADD:
+        if MOVE == TAKE:
+            tl.store(value_at, tl.zeros_like(rows), mask=wanted)
+        if MOVE != STORE:
             rows = rows.to(tl.float32) + tl.load(at, mask=wanted).to(tl.float32)
         tl.store(at, rows.to(at.dtype.element_ty), mask=wanted)
 
@@ -61,7 +64,7 @@ def move_block(source, values, table, program, HEAD_DIM, BLOCK_D, BLOCK_ROWS, MO
 def move_rows_kernel(sources, values, tables, num_programs, BLOCKS: tl.constexpr, SAME_ROWS: tl.constexpr):
     """Gather or scatter the rows of several tensors. Arguments are tuples with an element for each tensor.
 
-    ``BLOCKS`` holds the head dim, the padded head dim, the rows per program, and whether to gather, store or add.
+    ``BLOCKS`` holds the head dim, the padded head dim, the rows per program, and how they move.
     """
     program = tl.program_id(0).to(tl.int64)
     for i in tl.static_range(len(BLOCKS)):
@@ -97,18 +100,21 @@ def merge_rows_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     SAME_ROWS: tl.constexpr,
+    TAKES: tl.constexpr,
 ):
-    """Merge a tile's out and LSE into the rows of ``out`` and ``lse``."""
+    """Merge a tile's out and LSE into the rows of ``out`` and ``lse``. With ``TAKES``, its LSE is then −inf."""
     program = tl.program_id(0).to(tl.int64)
     place, tile_place, is_row = owned_rows(table, program, BLOCK_ROWS, SAME_ROWS)
     wanted = is_row[:, None] & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
     out_at = element_pointers(out, place, BLOCK_D)
-    lse_at = row_pointers(lse, place)
+    lse_at, tile_lse_at = row_pointers(lse, place), row_pointers(tile_lse, tile_place)
     merged_out, merged_lse = merged_result(
         tl.load(out_at, mask=wanted, other=0.0).to(tl.float32),
         tl.load(lse_at, mask=is_row, other=float("-inf")),
         tl.load(element_pointers(tile_out, tile_place, BLOCK_D), mask=wanted, other=0.0).to(tl.float32),
-        tl.load(row_pointers(tile_lse, tile_place), mask=is_row, other=float("-inf")),
+        tl.load(tile_lse_at, mask=is_row, other=float("-inf")),
     )
     tl.store(out_at, merged_out.to(out_at.dtype.element_ty), mask=wanted)
     tl.store(lse_at, merged_lse, mask=is_row)
+    if TAKES:
+        tl.store(tile_lse_at, tl.full(merged_lse.shape, float("-inf"), tl.float32), mask=is_row)
