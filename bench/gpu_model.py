@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ring_backends.comparison.rank import record_spans
+from ring_backends.cost.hardware import DEFAULT_POST_SECONDS
 from ring_backends.engine import call as engine_call
 from ring_backends.engine import wire_buffers
 from ring_backends.kernels import Kernel, KernelInputs, kernels, launch_records, triton_dilated, triton_launch
@@ -52,7 +53,7 @@ MEASURED_LAUNCH_SECONDS = 80e-6
 """Measured on the machine of an H100: the host of a replayed rank of 8 took 3.5 ms for 45 launches, and 8.1 for 100."""
 LAUNCH_SECONDS = 15e-6
 """The aim for a launch whose arguments, except for pointers, are known beforehand."""
-HOP_SECONDS = 200e-6
+HOP_SECONDS = DEFAULT_POST_SECONDS
 """Estimated: how much longer than a launch the host takes to post a hop over NCCL and to wait for it."""
 MESSAGE_SECONDS = MESSAGE_COST * HOP_SECONDS
 """For each further message of a hop, in the ratio that the planner assumes."""

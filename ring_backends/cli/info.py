@@ -166,7 +166,8 @@ def _constants(probe: dict[str, Any]) -> list[tuple[str, str]]:
         flops, keys = hardware.tile_rate(backward=backward, causal=causal)
         return f"{flops / 1e9:,.1f} GFLOP/s" + (f", {keys:,.0f} extra keys per row" if keys else "")
 
-    launch, copies, memory = hardware.tile_seconds, hardware.copy_bytes_per_second, hardware.memory_bytes
+    launch, post = hardware.tile_seconds, hardware.post_seconds
+    copies, memory = hardware.copy_bytes_per_second, hardware.memory_bytes
     shown = {
         "latency of a hop": f"{hardware.latency_seconds * 1e3:.3f} ms",
         "bandwidth, both ways at once": f"{hardware.bytes_per_second / 1e9:.2f} GB/s per direction",
@@ -175,6 +176,7 @@ def _constants(probe: dict[str, Any]) -> list[tuple[str, str]]:
         "causal tile forward": rate(False, True),
         "causal tile backward": rate(True, True),
         "host time per tile launch": f"{launch * 1e6:.1f} µs" if launch else None,
+        "host time per hop": f"{post * 1e6:.1f} µs" if post else None,
         "gathering and merging rows": None if copies is None else f"{copies / 1e9:.2f} GB/s",
         "share of a hop that overlaps with tiles": f"{hardware.overlap:.0%}",
         "speed of one rank alone": f"{hardware.speed_alone:.2f} times its speed beside the other ranks",

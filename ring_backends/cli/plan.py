@@ -19,7 +19,7 @@ from ring_backends.cli import options
 from ring_backends.cli.options import PatternOptions, attention, check_kv_heads, check_positive, files, option, ranks
 from ring_backends.cli.output import dtype_name, wide_console, write_json
 from ring_backends.cost import local_probe
-from ring_backends.cost.hardware import DEFAULT_TILE_SECONDS, Hardware
+from ring_backends.cost.hardware import DEFAULT_POST_SECONDS, DEFAULT_TILE_SECONDS, Hardware
 from ring_backends.plotting import draw_ring_sizes
 from ring_backends.ring.launch import num_cores
 
@@ -95,7 +95,24 @@ class PlanOptions(PatternOptions):
         None,
         metavar="SECONDS",
         help="Time that the host needs to launch a tile. Replaces the measured time. Default if nothing is measured: "
-        "200 µs with --device cuda, else 0.",
+        "120 µs on a GPU, else 0.",
+    )
+    post_seconds: float | None = _constant(
+        None,
+        metavar="SECONDS",
+        help="Time that the host needs to post a hop and to wait for it. Replaces the measured time. Default if "
+        "nothing is measured: 200 µs on a GPU, else 0.",
+    )
+    device: options.Device = options.device(
+        help="The devices to plan for. auto: those of the measurement; without one a GPU per rank if there are enough, "
+        "else the CPU. With all constants given, this machine needs no GPU."
+    )
+    buffer_bytes: int | None = ranks(
+        None,
+        min=0,
+        metavar="BYTES",
+        help="As in `initialize`: how large the buffers of rows that take few hops may be. Default: 512 MiB on GPUs, "
+        "8 MiB on CPUs.",
     )
     nproc_per_node: int | None = _constant(
         None,
@@ -117,10 +134,10 @@ class PlanOptions(PatternOptions):
         super().check()
         for name in ("latency", "bandwidth", "flops"):
             check_positive(name, getattr(self, name))
-        if self.tile_seconds is not None and not 0 <= self.tile_seconds < float("inf"):
-            raise ValueError(
-                f"tile_seconds = {self.tile_seconds}: must be finite and not negative; give another number."
-            )
+        for name in ("tile_seconds", "post_seconds"):
+            seconds = getattr(self, name)
+            if seconds is not None and not 0 <= seconds < float("inf"):
+                raise ValueError(f"{name} = {seconds}: must be finite and not negative; give another number.")
         if self.probe is not None and not self.probe.is_file():
             raise ValueError(
                 f"probe = {str(self.probe)!r}: the file does not exist; write one with `ring-backends info --probe "
@@ -148,16 +165,18 @@ def run(chosen: PlanOptions) -> None:
     dtype = resolve_dtype(chosen.dtype, torch.device("cuda" if on_gpu else "cpu"))
     layout = SequenceLayout(chosen.seq_len, chosen.ring_size, chosen.layout)
     schedule = RingSchedule(chosen.pattern(), layout, chosen.heads, chosen.kv_heads, chosen.causal)
-    cost = RingCost(schedule, chosen.batch, chosen.head_dim, dtype.itemsize)
-    hardware, probe, source = _hardware(chosen, dtype, console)
+    cost = RingCost(schedule, chosen.batch, chosen.head_dim, dtype.itemsize, buffer_bytes=chosen.buffer_bytes)
+    hardware, probe, source = _hardware(chosen, dtype, console, on_gpu=on_gpu)
     device_type = probe["device_type"] if probe else "cuda" if on_gpu else "cpu"
+    if chosen.device not in ("auto", device_type):
+        raise ValueError(f"device = {chosen.device!r}: the probe is of {device_type!r}; leave one of the two out.")
     cost = dataclasses.replace(cost, device_type=device_type)
     memory = parse_bytes("memory", chosen.memory)
     hosts = parse_hosts(chosen.hosts, chosen.ranks_per_host, chosen.ring_size)
     estimate = Estimate(cost, hardware, memory)
     between_hosts = None if hosts is None else estimate.bytes_between_hosts(hosts)
 
-    described = schedule.describe(batch=chosen.batch, head_dim=chosen.head_dim, itemsize=dtype.itemsize)
+    described = schedule.describe(**cost.sizes)
     console.print(described, end="", soft_wrap=True, markup=False)
     console.print(_table(estimate))
     console.print(source, soft_wrap=True)
@@ -182,20 +201,27 @@ def run(chosen: PlanOptions) -> None:
         draw_ring_sizes(chosen.plot, title, estimate.over_ring_sizes, estimate.memory_bytes)
 
 
-def _hardware(chosen: PlanOptions, dtype: torch.dtype, console: Console) -> tuple[Hardware, dict[str, Any] | None, str]:
+def _hardware(
+    chosen: PlanOptions, dtype: torch.dtype, console: Console, *, on_gpu: bool
+) -> tuple[Hardware, dict[str, Any] | None, str]:
     """Return the constants, their measurement (None if options give all constants), and a sentence on their source."""
     import torch
 
     latency, bandwidth, flops = chosen.latency, chosen.bandwidth, chosen.flops
+    of_host = {"tile_seconds": chosen.tile_seconds, "post_seconds": chosen.post_seconds}
+    links = {"latency_seconds": latency, "bytes_per_second": bandwidth, **of_host}
+    changes: dict[str, Any] = {name: value for name, value in links.items() if value is not None}
+    if flops is not None:
+        changes |= {"forward_flops_per_second": flops, "backward_flops_per_second": flops}
     if chosen.probe is not None:
         probe = local_probe.read(chosen.probe, dtype_name(dtype))
         source = f"Constants from {chosen.probe}"
-    elif latency is not None and bandwidth is not None and flops is not None:
-        by_default = DEFAULT_TILE_SECONDS if chosen.device == "cuda" else 0.0
-        tile_seconds = by_default if chosen.tile_seconds is None else chosen.tile_seconds
-        hardware = Hardware(latency, bandwidth, flops, flops, tile_seconds=tile_seconds)
-        assumed = f", and {tile_seconds * 1e6:.0f} µs of the host per tile" if chosen.tile_seconds is None else ""
-        return hardware, None, f"Constants as given{assumed if tile_seconds else ''}."
+    elif None not in (latency, bandwidth, flops):
+        by_default = {"tile_seconds": DEFAULT_TILE_SECONDS, "post_seconds": DEFAULT_POST_SECONDS} if on_gpu else {}
+        assumed = {name: seconds for name, seconds in by_default.items() if name not in changes}
+        shown = " and ".join(f"{name} = {seconds * 1e6:.0f} µs" for name, seconds in assumed.items())
+        changes |= assumed
+        return Hardware(**changes), None, f"Constants as given{f', {shown} by default' if shown else ''}."
     else:
         gpus = torch.cuda.device_count() if chosen.device != "cpu" else 0
         fits = 2 <= chosen.ring_size <= (gpus or num_cores())
@@ -203,13 +229,11 @@ def _hardware(chosen: PlanOptions, dtype: torch.dtype, console: Console) -> tupl
         with console.status(f"measuring on {num_ranks} local ranks"):
             probe = local_probe.measure(num_ranks, dtype_name(dtype), chosen.device, chosen.head_dim)
         source = "Constants measured just now"
-    links = {"latency_seconds": latency, "bytes_per_second": bandwidth, "tile_seconds": chosen.tile_seconds}
-    changes: dict[str, Any] = {name: value for name, value in links.items() if value is not None}
     if flops is not None:
-        changes |= {"forward_flops_per_second": flops, "backward_flops_per_second": flops}
         changes |= {"causal_forward_flops_per_second": None, "causal_backward_flops_per_second": None}
         changes |= {"row_keys": 0.0, "causal_row_keys": 0.0, "copy_bytes_per_second": None}
-    given = [name for name in ("latency", "bandwidth", "flops", "tile_seconds") if getattr(chosen, name) is not None]
+    options_given = ("latency", "bandwidth", "flops", *of_host)
+    given = [name for name in options_given if getattr(chosen, name) is not None]
     source += (
         f": {probe['ranks']} ranks at once, {probe['transport']}, {probe['device']}, {probe['dtype']}, head dim "
         f"{probe['head_dim']}, kernel {probe['kernel']}" + (f", {' and '.join(given)} as given." if given else ".")

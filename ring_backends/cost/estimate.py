@@ -142,12 +142,11 @@ class Estimate:
         orders = {"rank": tuple(range(len(hosts))), "topology": topology_order(hosts)}
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         size = self.ring.ring_size
-        sizes = {name: getattr(self.ring, name) for name in ("batch", "head_dim", "itemsize")}
 
         def crossing(order: Sequence[int]) -> int:
             rings = [order[first : first + size] for first in range(0, len(order), size)]
             on_hosts = [[numbers[hosts[rank]] for rank in ring] for ring in rings]
-            return sum(self.schedule.bytes_between_hosts(ring, **sizes) for ring in on_hosts)
+            return sum(self.schedule.bytes_between_hosts(ring, **self.ring.sizes) for ring in on_hosts)
 
         return {name: crossing(order) for name, order in orders.items()}
 

@@ -7,11 +7,14 @@ Memory, bytes and FLOPs are counted. Seconds are estimated by this model. Its co
   ``row_keys`` keys more than it sees.
 - The time to gather rows and to merge results is the number of bytes read and written, divided by
   ``copy_bytes_per_second``.
-- A rank takes at least ``tile_seconds`` per tile, which is the host's time to launch it.
+- A rank takes at least ``tile_seconds`` per tile and ``post_seconds`` per hop, which is the host's time to launch the
+  one and to post the other.
 - The time of a rank's hops is the number of hops times the latency, plus the bytes sent or received, whichever are
-  more, divided by the bandwidth. Each message of a branch on a tree adds ``MESSAGE_COST`` of a latency.
+  more, divided by the bandwidth. Each further message of a hop adds ``MESSAGE_COST`` of a latency, and of
+  ``post_seconds``.
 - A hop is posted before the tiles of the previous step. The share ``overlap`` of the hop overlaps with these tiles. No
-  hop overlaps with the tiles of the last step. The last hop of dK and dV overlaps with no tile.
+  hop overlaps with the tiles of the last step, or of a lot after which the next one is sent. The last hop of dK and dV
+  overlaps with no tile.
 - A call takes as long as its slowest rank.
 """
 
@@ -21,6 +24,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,28 +141,30 @@ class RingCost:
         """Bytes of the LSE: int64 [ring size]."""
         return self.tokens * (self.schedule.num_heads * self.batch * self._statistics_itemsize)
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The sizes of the call, as arguments of the schedule's methods."""
+        names = "batch", "head_dim", "itemsize", "device_type", "buffer_bytes"
+        return {name: getattr(self, name) for name in names}
+
     def _travel(self, *, backward: bool) -> Travel:
-        return self.schedule.travel(
-            batch=self.batch,
-            head_dim=self.head_dim,
-            itemsize=self.itemsize,
-            backward=backward,
-            device_type=self.device_type,
-            buffer_bytes=self.buffer_bytes,
-        )
+        return self.schedule.travel(**self.sizes, backward=backward)
 
     @cached_property
     def communication_bytes(self) -> int:
         """Estimated bytes of the buffers from which one rank sends and into which it receives.
 
-        At most three hops of K and V and three of dK and dV are in memory. Large hops are cut
-        (:mod:`ring_backends.schedule.limits`). The rows of sparse branches, which arrive in few hops, have buffers of
-        their own.
+        At most three hops of K and V and, in a backward, three of dK and dV are in memory. Large hops are cut
+        (:mod:`ring_backends.schedule.limits`). Rows that arrive in few hops have buffers of their own.
         """
-        travel, row = self._travel(backward=True), self.batch * self.head_dim
-        of_chains = 6 * travel.max_rows_in_flight * row * (self.itemsize + self._statistics_itemsize)
+        return max(self._buffer_bytes(backward=backward) for backward in (False, True))
+
+    def _buffer_bytes(self, *, backward: bool) -> int:
+        travel, row = self._travel(backward=backward), self.batch * self.head_dim
+        grad_itemsize = self._statistics_itemsize if backward else 0
+        of_chains = 6 * travel.max_rows_in_flight * row * (self.itemsize + grad_itemsize)
         share = self._limits.communication_share * float(self.tensor_bytes.max())
-        smallest = 3 * self._limits.min_hop_bytes * (1 + self._statistics_itemsize / self.itemsize)
+        smallest = 3 * self._limits.min_hop_bytes * (1 + grad_itemsize / self.itemsize)
         return min(of_chains, math.ceil(max(share, smallest))) + travel.tree_rows * row * self.itemsize
 
     @cached_property
@@ -236,14 +243,14 @@ class RingCost:
 
     def seconds(self, hardware: Hardware, *, backward: bool = False) -> Tensor:
         """Estimated seconds of the busiest ranks: float64 [ranks]."""
-        compute, last = self._compute_seconds(hardware, backward=backward)
+        compute, last, host = self._compute_seconds(hardware, backward=backward)
         travel = self._travel(backward=backward)
         blocks, shares = travel.cuts
         directions = 2 if backward else 1
         hops = (blocks * shares * travel.num_steps + travel.num_tree_hops) * directions
         if not hops:
             return compute
-        latencies = hops + MESSAGE_COST * travel.num_tree_messages * directions
+        latencies = hops + MESSAGE_COST * (travel.num_tree_messages - travel.num_tree_hops) * directions
         moved = self._moved_bytes(backward=backward)[self.busiest].double() / hardware.bytes_per_second
         communication = (moved + latencies * hardware.latency_seconds) * (moved > 0)
         last_hop = torch.zeros_like(communication)
@@ -251,7 +258,7 @@ class RingCost:
             share = 2 / hops if travel.num_steps else travel.last_hop_share
             last_hop = (moved / 2 * share + latencies / hops * hardware.latency_seconds) * (moved > 0)
         hidden = hardware.overlap * torch.minimum(communication - last_hop, compute - last)
-        return compute + communication - hidden
+        return torch.maximum(compute + communication - hidden, host + latencies * hardware.post_seconds * (moved > 0))
 
     def call_seconds(self, hardware: Hardware, *, backward: bool = False) -> float:
         """Estimated seconds of the slowest rank."""
@@ -261,8 +268,8 @@ class RingCost:
         """Estimated seconds of forward and backward."""
         return self.call_seconds(hardware) + self.call_seconds(hardware, backward=True)
 
-    def _compute_seconds(self, hardware: Hardware, *, backward: bool) -> tuple[Tensor, Tensor]:
-        """Seconds of all tiles, and seconds of the tiles after the last hop: float64 [ranks] each."""
+    def _compute_seconds(self, hardware: Hardware, *, backward: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Seconds of all tiles, of those that hide no hop, and of the host to launch all: float64 [ranks] each."""
         work = self._work(backward)
         own_pairs, own_rows, other_rows, own_tiles, other_tiles, chained_tiles = (
             torch.tensor([getattr(of_rank, name) for of_rank in work], dtype=torch.float64, device="cpu")
@@ -280,12 +287,14 @@ class RingCost:
             copied = self._copied_bytes(backward=backward) / hardware.copy_bytes_per_second
         travel = self._travel(backward=backward)
         blocks, shares = travel.cuts
-        steps = max(1, travel.num_steps)
+        steps = max(1, travel.num_steps * blocks * shares + len(travel.lots))
+        hiding = sum(after.step - after.num_hops <= before.step for before, after in pairwise(travel.lots))
+        exposed = max(1, len(travel.lots) - hiding) / steps
         speed = hardware.speed_alone if self.ring_size == 1 else 1.0
-        launches = (own_tiles + chained_tiles * shares + other_tiles) * (blocks * hardware.tile_seconds)
-        last_tiles = (chained_tiles + other_tiles) * (hardware.tile_seconds / steps)
-        last = torch.maximum(other / (steps * blocks * shares * speed), last_tiles)
-        return torch.maximum((own + other + copied) / speed, launches), last
+        per_tile = blocks * hardware.tile_seconds
+        others = (chained_tiles * shares + other_tiles) * per_tile
+        host = own_tiles * per_tile + others
+        return torch.maximum((own + other + copied) / speed, host), exposed * torch.maximum(other / speed, others), host
 
     def _copied_bytes(self, *, backward: bool) -> Tensor:
         """Bytes read and written to gather rows and to merge results: float64 [ranks]."""

@@ -25,7 +25,7 @@ from ring_backends.cost.machine import median_seconds, synchronize, synchronize_
 from ring_backends.kernels import KernelInputs, TileInputs, select_kernel
 from ring_backends.kernels.merge import statistics_dtype
 from ring_backends.kernels.rows import gather, merge_rows
-from ring_backends.ring.transfer import post_batch, post_works
+from ring_backends.ring.transfer import Transfer, post_batch, post_works
 from ring_backends.schedule.rows import DilatedRows, head_runs
 
 LATENCY_BYTES = 1024
@@ -83,6 +83,7 @@ class RankProbe:
             row_keys=row_keys,
             causal_row_keys=causal_row_keys,
             tile_seconds=0.0 if self.device.type == "cpu" else self.launch_seconds(),
+            post_seconds=0.0 if self.device.type == "cpu" else self.post_seconds(),
             copy_bytes_per_second=self._copied_bytes() / seconds["copies"],
             overlap=self.overlap(hop),
             speed_alone=1.0 if alone_threads is None else self.speed_alone(alone_threads),
@@ -155,6 +156,17 @@ class RankProbe:
         synchronize(self.device)
         return seconds
 
+    def post_seconds(self) -> float:
+        """Measure the time in which the host posts a small hop and waits for it."""
+        buffers = self._hop_buffers(LATENCY_BYTES)
+        synchronize_ranks(self.device)
+        begun = time.perf_counter()
+        for _ in range(_LAUNCHES):
+            self._post(*buffers).wait(_HOP_TIMEOUT)
+        seconds = (time.perf_counter() - begun) / _LAUNCHES  # on a GPU, only its stream waits
+        synchronize(self.device)
+        return seconds
+
     def _copied_bytes(self) -> int:
         """Bytes that :meth:`_copies` reads and writes.
 
@@ -208,19 +220,26 @@ class RankProbe:
 
     def _exchange(self, size: int, meanwhile: Callable[[], object]) -> float:
         """Measure the seconds of one hop that all ranks begin together. ``meanwhile`` is called after it is posted."""
-        group = dist.group.WORLD
-        assert group is not None
-        place = self.order.index(dist.get_rank())
-        to, source = self.order[(place + 1) % len(self.order)], self.order[place - 1]
-        outgoing = {to: torch.zeros(size, dtype=torch.uint8, device=self.device)}
-        incoming = {source: torch.empty(size, dtype=torch.uint8, device=self.device)}
+        buffers = self._hop_buffers(size)
         synchronize_ranks(self.device)
         started = time.perf_counter()
-        transfer = post_works(group, lambda out, into: post_batch(group, out, into, tag=0), outgoing, incoming)
+        transfer = self._post(*buffers)
         meanwhile()
         transfer.wait(_HOP_TIMEOUT)
         synchronize(self.device)
         return time.perf_counter() - started
+
+    def _hop_buffers(self, size: int) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Buffers of ``size`` bytes, by peer: to the next rank, and from the rank before."""
+        place = self.order.index(dist.get_rank())
+        to, source = self.order[(place + 1) % len(self.order)], self.order[place - 1]
+        outgoing = {to: torch.zeros(size, dtype=torch.uint8, device=self.device)}
+        return outgoing, {source: torch.empty(size, dtype=torch.uint8, device=self.device)}
+
+    def _post(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Transfer:
+        group = dist.group.WORLD
+        assert group is not None
+        return post_works(group, lambda out, into: post_batch(group, out, into, tag=0), outgoing, incoming)
 
     def _seconds_of(self, calls: Mapping[object, Callable[[], object]]) -> dict[object, float]:
         """Call :meth:`_seconds_per_call` on all ranks at the same time."""
@@ -251,6 +270,7 @@ def slowest(found: Sequence[Hardware]) -> Hardware:
         max(found, key=tiles),
         latency_seconds=max(hardware.latency_seconds for hardware in found),
         tile_seconds=max(hardware.tile_seconds for hardware in found),
+        post_seconds=max(hardware.post_seconds for hardware in found),
         speed_alone=max(hardware.speed_alone for hardware in found),
         **{name: least(name) for name in minima},
     )

@@ -1,8 +1,8 @@
 """The tiles of one rank, read off its plan before any cut: how many, with how many rows and visible pairs.
 
 Tiles with local keys are those that the planner builds. Those with keys of other ranks are counted, since a long ring
-has very many: the queries of each piece of a segment have a tile for each other piece that they see, or one for all of
-them if the keys travel along a tree.
+has very many: the queries of each piece of a segment have a tile for each other piece that they see. If the keys travel
+along a tree, they have one tile for all of them instead, or one for each lot that has some of the keys.
 """
 
 from __future__ import annotations
@@ -56,14 +56,17 @@ def work_of(schedule: RingSchedule, travel: Travel, rank: int) -> RankWork:
             work.own_pairs += float(pairs) * (tile.queries.size // tile.queries.rows)
         work.other_tiles += len(others)
         work.other_rows += sum(tile.queries.size for tile in others)
+        num_lots = sum(part.branch == branch.index for lot in travel.lots for part in lot.parts)
         for index, num_seen in builder.pieces_seen(branch):
             rows = branch.rows_of_pieces[index]
-            num_tiles = len({*rows[rows > 0].tolist()}) * num_seen
             if branch.band is not None and num_seen:  # the queries see only the last rows of the farthest piece
                 work.other_rows += int(((rows.clamp(max=branch.band) - rows) * branch.heads_at).sum())
-            work.other_rows += num_seen * int((rows * branch.heads_at).sum())
-            if branch.index not in travel.trees:
-                work.chained_tiles += num_tiles
+            elif num_lots:
+                num_seen = min(num_seen, 1)
+            num_tiles = num_seen * len({*rows[rows > 0].tolist()})
+            work.other_rows += num_seen * int((rows * branch.heads_at).sum()) * max(1, num_lots)
+            if num_lots:
+                work.other_tiles += num_tiles * num_lots
             else:
-                work.other_tiles += num_tiles if branch.band is not None or not num_seen else num_tiles // num_seen
+                work.chained_tiles += num_tiles
     return work

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -287,7 +288,15 @@ class RingSchedule:
         """
         return int(self.pairs[rank]) * 2 * key_value_dim(head_dim, value_dim) * batch
 
-    def describe(self, *, batch: int = 1, head_dim: int = 64, itemsize: int = 2) -> str:
+    def describe(
+        self,
+        *,
+        batch: int = 1,
+        head_dim: int = 64,
+        itemsize: int = 2,
+        device_type: str = "cpu",
+        buffer_bytes: int | None = None,
+    ) -> str:
         """Tables of the branches and of the ranks, as text. A long ring shows its first, last and busiest ranks."""
         from rich.console import Console
         from rich.filesize import decimal
@@ -300,10 +309,9 @@ class RingSchedule:
             headings.insert(2, "window")
         for heading in headings:
             branches.add_column(heading, justify="right")
-        forward, backward = (
-            self.travel(batch=batch, head_dim=head_dim, itemsize=itemsize, backward=direction)
-            for direction in (False, True)
-        )
+        sizes: dict[str, Any] = {"batch": batch, "head_dim": head_dim, "itemsize": itemsize}
+        sizes |= {"device_type": device_type, "buffer_bytes": buffer_bytes}
+        forward, backward = (self.travel(**sizes, backward=direction) for direction in (False, True))
         for branch in self.branches:
             num_heads = len(self.pattern.heads(branch.index, self.num_heads))
             row = [branch.index, branch.segment_length, branch.rate, num_heads, len(branch.crossing)]
@@ -326,10 +334,7 @@ class RingSchedule:
             ranks.add_row(
                 f"{rank:,}",
                 f"{self.layout.local_len(rank):,}",
-                *(
-                    decimal(self.wire_bytes(rank, batch=batch, head_dim=head_dim, itemsize=itemsize, backward=backward))
-                    for backward in (False, True)
-                ),
+                *(decimal(self.wire_bytes(rank, **sizes, backward=direction)) for direction in (False, True)),
                 f"{self.tile_flops(rank, batch=batch, head_dim=head_dim) / 1e9:,.2f}",
             )
         console = Console(file=io.StringIO(), width=110)

@@ -16,6 +16,7 @@ from test_cost_model import PLAIN, full
 from ring_backends.cli.plan import parse_bytes, parse_hosts
 from ring_backends.cost import local_probe
 from ring_backends.cost.hardware import Hardware
+from ring_backends.schedule.trees import MESSAGE_COST
 from ring_backends.testing.marks import THOROUGH
 
 GIVEN = "--latency 1e-3 --bandwidth 1e9 --flops 1e9"
@@ -30,7 +31,7 @@ def planned(tmp_path: Path, arguments: str, *more: Any) -> tuple[dict[str, Any],
 
 def test_the_command_prints_the_numbers_of_the_model(tmp_path: Path) -> None:
     pattern = "--segment-lengths 4096 --dilation-rates 1 --no-causal"
-    found, text = planned(tmp_path, f"{SIZES} {pattern} --memory 1GB {GIVEN}")
+    found, text = planned(tmp_path, f"{SIZES} {pattern} --buffer-bytes 0 --memory 1GB {GIVEN}")
     cost, hardware = full(4096, 4), replace(PLAIN, backward_flops_per_second=1e9)
     assert Hardware.of(found["hardware"]) == hardware
     seconds = {name: cost.call_seconds(hardware, backward=name == "backward") for name in ("forward", "backward")}
@@ -62,6 +63,21 @@ def test_the_command_prints_the_numbers_of_the_model(tmp_path: Path) -> None:
 )
 def test_the_sentence_of_the_verdict(arguments: str, sentence: str) -> None:
     assert sentence in shown(f"plan {arguments} {GIVEN}")
+
+
+def test_the_host_of_a_gpu_takes_time_for_tiles_and_hops(tmp_path: Path) -> None:
+    """This machine needs no GPU, if all constants are given."""
+    arguments = f"{SIZES} --segment-lengths 4096 --dilation-rates 1 --no-causal --device cuda"
+    instant = "--latency 1e-9 --bandwidth 1e30 --flops 1e30"
+    found, text = planned(tmp_path, f"{arguments} {instant}")
+    assert "Constants as given, tile_seconds = 120 µs and post_seconds = 200 µs by default." in text
+    # Two tiles and one hop to three others. K and V of all ranks are in memory, or with dK and dV in a backward.
+    assert found["ring"]["seconds"]["forward"] == pytest.approx(2 * 120e-6 + (1 + 2 * MESSAGE_COST) * 200e-6)
+    assert found["ring"]["communication_bytes"] == 4 * 4096 * 2 * 4 * 4
+    found, text = planned(tmp_path, f"{arguments} {instant} --tile-seconds 0 --post-seconds 1e-3 --buffer-bytes 0")
+    assert "Constants as given." in text
+    assert found["ring"]["seconds"]["forward"] == pytest.approx(3e-3)  # three hops along a chain
+    assert "--post-seconds" in refused(f"plan {arguments} {instant} --post-seconds -1")
 
 
 def test_windows(tmp_path: Path) -> None:
@@ -103,6 +119,7 @@ def test_a_probe_is_read(tmp_path: Path) -> None:
     file.write_text(json.dumps({"probe": probe | {"device_type": "cuda"}}))
     on_gpu, _ = planned(tmp_path, long, file)
     assert on_gpu["ring"]["communication_bytes"] > on_cpu["ring"]["communication_bytes"]
+    assert "the probe is of 'cuda'" in refused(f"plan --device cpu {long}", file)
     assert re.search("--probe.*measured in bfloat16", refused(f"plan {arguments} --dtype fp32 --probe", file))
     file.write_text("{}")
     assert "holds no constants" in refused(f"plan {arguments} --probe", file)
@@ -182,10 +199,11 @@ def test_wrong_arguments_are_refused_by_name(arguments: str, option: str, messag
         ("--ring-size 4 --memory 80B", "no ring fits into 80 bytes per rank."),
         ("--ring-size 4 --memory 80kB", "no ring fits into 80.0 kB per rank."),
         # Fewer tokens per rank than the largest dilation rate, so that many ranks have no row.
-        ("--ring-size 65536", "a ring of 65,536 does not pay"),
+        ("--ring-size 65536", "a ring of 65,536 pays"),
+        ("--ring-size 65536 --buffer-bytes 0", "a ring of 65,536 does not pay"),
     ],
 )
-def test_hopeless_rings_are_counted_in_seconds(arguments: str, sentence: str) -> None:
+def test_extreme_rings_are_counted_in_seconds(arguments: str, sentence: str) -> None:
     assert sentence in shown(f"plan --seq-len 131072 {GIVEN} {arguments}")
 
 

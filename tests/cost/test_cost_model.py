@@ -44,8 +44,8 @@ def cost_of(layout: SequenceLayout, branches: Any, heads: Any, *sizes: Any, caus
 
 
 def full(seq_len: int, ring_size: int, *, causal: bool = False, heads: Any = (2,)) -> RingCost:
-    """Plain attention: one branch over the whole sequence, with head dim 4 and fp32."""
-    return cost_of(SequenceLayout(seq_len, ring_size), ([seq_len], [1]), heads, 1, 4, 4, causal=causal)
+    """Plain attention: one branch over the whole sequence, with head dim 4 and fp32. Its rows travel along chains."""
+    return cost_of(SequenceLayout(seq_len, ring_size), ([seq_len], [1]), heads, 1, 4, 4, "cpu", 0, causal=causal)
 
 
 def test_memory_of_one_device_by_hand() -> None:
@@ -65,6 +65,20 @@ def test_memory_of_a_ring_by_hand() -> None:
     half = 8 * 4 * 4 * 24
     assert cost.communication_bytes == 6 * 8 * 2 * 2 * 4 * 4
     assert cost.memory_bytes.tolist() == [2 * half + 8 * 4 * 4 + cost.communication_bytes] * 2
+
+
+@pytest.mark.parametrize(
+    ("buffer_bytes", "in_rows"),
+    [
+        (0, 6 * 8 * 2),  # along chains: three buffers each of K, V, dK and dV
+        (2048, 64 * 2),  # K and V of all ranks, or in a backward twice half of these, and their dK and dV
+        (None, 64 * 4),  # K, V, dK and dV of all ranks
+    ],
+)
+def test_buffers_of_rows_that_take_few_hops_by_hand(buffer_bytes: int | None, in_rows: int) -> None:
+    """8 ranks have 8 rows each, of one head with 4 numbers of 4 bytes."""
+    cost = replace(full(64, 8, heads=(1,)), buffer_bytes=buffer_bytes)
+    assert cost.communication_bytes == in_rows * 4 * 4
 
 
 def test_half_precision_keeps_sums_of_two_blocks_in_fp32() -> None:
@@ -91,22 +105,21 @@ def test_buffers_of_long_hops_take_the_share_of_the_planner(itemsize: int, head_
 def test_numbers_are_those_of_schedule_and_plans(part: int, case: AttentionCase, ring_size: int, kind: Any) -> None:
     """Bytes, FLOPs and tokens are those of the schedule, and tiles and hops those of the plans that ranks execute."""
     schedule, ranks = case.schedule(ring_size, kind), range(ring_size)
-    sizes = {"batch": case.batch, "head_dim": case.head_dim}
-    cost = RingCost(schedule, **sizes, itemsize=case.dtype.itemsize)
+    cost = RingCost(schedule, case.batch, case.head_dim, case.dtype.itemsize, buffer_bytes=case.buffer_bytes)
     for backward in (False, True):
-        stated = [schedule.wire_bytes(r, **sizes, itemsize=case.dtype.itemsize, backward=backward) for r in ranks]
+        stated = [schedule.wire_bytes(rank, **cost.sizes, backward=backward) for rank in ranks]
         assert cost.sent_bytes(backward=backward).tolist() == stated
-    forward = [schedule.tile_flops(rank, **sizes) for rank in ranks]
+    forward = [schedule.tile_flops(rank, batch=case.batch, head_dim=case.head_dim) for rank in ranks]
     assert cost.flops().tolist() == forward
     assert cost.flops(backward=True).tolist() == [flops * 5 / 2 for flops in forward]
     assert cost.tokens.tolist() == [schedule.layout.local_len(rank) for rank in ranks]
-    cost = RingCost(schedule, 1, case.head_dim, 8)
-    travel = schedule.travel(itemsize=8)
+    sizes = {"batch": 1, "head_dim": case.head_dim, "itemsize": 8, "buffer_bytes": case.buffer_bytes}
+    travel = schedule.travel(**sizes)
     keys: Counter[int] = Counter()
     grads: Counter[int] = Counter()
     for rank in ranks:
         own_pairs = own_rows = own_tiles = 0
-        plan = rank_plan(schedule, rank, batch=1, head_dim=case.head_dim, itemsize=8)
+        plan = rank_plan(schedule, rank, **sizes)
         for _, step in plan.steps:
             for tile in step.all_tiles:
                 rows, segments, heads = tile.queries.rows, tile.queries.segments, tile.queries.num_heads
@@ -122,7 +135,7 @@ def test_numbers_are_those_of_schedule_and_plans(part: int, case: AttentionCase,
     assert travel.key_rows_sent.tolist() == [keys[rank] for rank in ranks]
     assert schedule.rows_received.tolist() == [grads[rank] for rank in ranks]
     everywhere = sum(2 * case.head_dim * 8 * (2 * keys[rank] + grads[rank]) for rank in ranks)
-    assert schedule.bytes_between_hosts(ranks, batch=1, head_dim=case.head_dim, itemsize=8) == everywhere
+    assert schedule.bytes_between_hosts(ranks, **sizes) == everywhere
 
 
 def num_rows(messages: Iterable[Message]) -> int:
@@ -199,14 +212,19 @@ def test_a_branch_within_each_shard_adds_no_waiting() -> None:
     assert cost.call_seconds(PLAIN) == pytest.approx(2 * 25**2 * 16 / 1e9)
 
 
-def test_a_rank_takes_at_least_the_time_in_which_its_host_launches_tiles() -> None:
-    cost = full(64, 4)  # each rank has one tile of its own keys, and three of other ranks' keys
-    for rank in range(4):
-        work = work_of(cost.schedule, cost.schedule.travel(itemsize=4), rank)
-        assert (work.own_tiles, work.chained_tiles, work.other_tiles) == (1, 3, 0)
-    launched = replace(PLAIN, tile_seconds=1.0, latency_seconds=0.0, overlap=0.0)
-    moved = cost.call_seconds(replace(launched, tile_seconds=0.0)) - 64 * 16 * 2 * 16 / 1e9
-    assert cost.call_seconds(launched) == pytest.approx(4.0 + moved, abs=1e-6)
+def test_a_rank_takes_at_least_the_time_in_which_its_host_launches_tiles_and_posts_hops() -> None:
+    chained = full(64, 4)  # each rank has one tile of its own keys, and three of other ranks' keys
+    in_one_hop = replace(chained, buffer_bytes=None)  # one of all other ranks' keys
+    hosts = replace(PLAIN, tile_seconds=1.0, latency_seconds=0.0, overlap=0.0)
+    for cost, num_chained, num_others, hops in ((chained, 3, 0, 3), (in_one_hop, 0, 1, 1 + 2 * MESSAGE_COST)):
+        for rank in range(4):
+            work = work_of(cost.schedule, cost.schedule.travel(**cost.sizes), rank)
+            assert (work.own_tiles, work.chained_tiles, work.other_tiles) == (1, num_chained, num_others)
+            assert work.other_rows == 16 * 2 * (num_chained + num_others)
+        tiles = 1 + num_chained + num_others
+        moved = cost.call_seconds(replace(hosts, tile_seconds=0.0)) - 64 * 16 * 2 * 16 / 1e9
+        assert cost.call_seconds(hosts) == pytest.approx(tiles + moved, abs=1e-6)
+        assert cost.call_seconds(replace(hosts, post_seconds=0.5)) == pytest.approx(tiles + 0.5 * hops)
 
 
 def test_seconds_of_a_sparse_branch_by_hand() -> None:
@@ -215,8 +233,31 @@ def test_seconds_of_a_sparse_branch_by_hand() -> None:
     with every_branch_on_trees():
         cost = cost_of(SequenceLayout(64, 4), ([64], [8]), (1,), 1, 4, 4)
         for backward in (False, True):
-            seconds = (1 + backward) * (1 + 3 * MESSAGE_COST) * hardware.latency_seconds
+            seconds = (1 + backward) * (1 + 2 * MESSAGE_COST) * hardware.latency_seconds
             assert cost.call_seconds(hardware, backward=backward) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("num_branches", "share", "num_lots", "hiding"),
+    [
+        (1, 1.0, 1, 0),
+        (1, 0.6, 2, 0),  # two lots of half of the rows, of which the second is sent after the tiles of the first
+        (3, 2.5, 3, 2),  # each lot is sent during the tiles of the one before it
+    ],
+)
+def test_seconds_of_lots_by_hand(num_branches: int, share: float, num_lots: int, hiding: int) -> None:
+    """4 ranks have 16 rows each. A lot takes one hop, to three others. Hops overlap with tiles before the last lot."""
+    hardware = replace(PLAIN, latency_seconds=1e-5)
+    with every_branch_on_trees(share=share):
+        cost = cost_of(SequenceLayout(64, 4), ([64] * num_branches, [1] * num_branches), (1,), 1, 4, 4, "cpu", 0)
+        assert len(cost.schedule.travel(**cost.sizes).lots) == num_lots
+        seconds = cost.call_seconds(hardware)
+        tiles = work_of(cost.schedule, cost.schedule.travel(**cost.sizes), 0).other_tiles
+    assert tiles == num_lots
+    own, other = (16 * keys * 16 / 1e9 for keys in (16, 48))
+    hops = num_branches * 48 * 2 * 4 * 4 / 1e9 + num_lots * (1 + 2 * MESSAGE_COST) * 1e-5
+    hidden = min(hops, num_branches * own + hiding * other)
+    assert seconds == pytest.approx(num_branches * (own + other) + hops - hidden)
 
 
 def test_the_slowest_rank_decides_the_time_of_a_call() -> None:
@@ -229,7 +270,8 @@ def test_the_slowest_rank_decides_the_time_of_a_call() -> None:
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(case=attention_cases(max_n=300), ring_size=st.integers(1, 8), backward=st.booleans())
 def test_worse_constants_never_make_a_call_faster(case: AttentionCase, ring_size: int, backward: bool) -> None:
-    cost = RingCost(case.schedule(ring_size), case.batch, case.head_dim, case.dtype.itemsize)
+    sizes = case.batch, case.head_dim, case.dtype.itemsize
+    cost = RingCost(case.schedule(ring_size), *sizes, buffer_bytes=case.buffer_bytes)
     before = cost.seconds(PLAIN, backward=backward)
     assert bool((before >= 0).all())
     for worse in (
@@ -239,6 +281,7 @@ def test_worse_constants_never_make_a_call_faster(case: AttentionCase, ring_size
         {"overlap": 0.5},
         {"row_keys": 10.0, "causal_row_keys": 10.0},
         {"tile_seconds": 1e-3},
+        {"post_seconds": 1e-3},
         {"copy_bytes_per_second": 1e7},
     ):
         assert bool((cost.seconds(replace(PLAIN, **worse), backward=backward) >= before - 1e-12).all()), worse
@@ -337,7 +380,7 @@ def test_bytes_between_hosts_by_hand() -> None:
     """4 ranks, each with 4 rows, 2 heads, head dim 4, fp32. K and V take 3 hops, dK and dV take 3."""
     cost = full(16, 4)
     chunk = 2 * 4 * 2 * 4 * 4
-    sizes = {"batch": 1, "head_dim": 4, "itemsize": 4}
+    sizes = {"batch": 1, "head_dim": 4, "itemsize": 4, "buffer_bytes": 0}
     everywhere = cost.schedule.bytes_between_hosts([0, 1, 0, 1], **sizes)
     assert everywhere == sum(cost.sent_bytes().tolist()) + sum(cost.sent_bytes(backward=True).tolist())
     assert everywhere == 2 * 4 * 3 * chunk + 4 * 3 * chunk
@@ -345,3 +388,5 @@ def test_bytes_between_hosts_by_hand() -> None:
     halves = cost.schedule.bytes_between_hosts([0, 0, 1, 1], **sizes)
     assert halves == 2 * (1 + 2 + 1 + 2) * chunk + (1 + 1 + 1 + 1 + 2) * chunk
     assert cost.schedule.bytes_between_hosts([5, 5, 5, 5], **sizes) == 0
+    # In one hop, a rank sends its chunk to two ranks of the other host. K and V go twice, dK and dV once.
+    assert cost.schedule.bytes_between_hosts([0, 0, 1, 1], batch=1, head_dim=4, itemsize=4) == 3 * 4 * 2 * chunk
