@@ -556,10 +556,10 @@ def _alternate_queries(steps: Iterable[Step]) -> tuple[Step, ...]:
 
 
 def _messages(by_peer: dict[int, list[Parcel]]) -> tuple[Message, ...]:
-    """One message per peer, with the parcels sorted by reach, shortest first.
+    """One message per peer, with its parcels sorted, in the same order on both ranks of the hop.
 
-    Both ranks of a hop sort in the same order. If segments are nested, the parcels to forward in the next step are then
-    adjacent in the received buffer. They are sent without a copy.
+    First those that travel upwards, shortest reach first, then those that travel downwards, longest reach first. So
+    those that reach a rank further on are adjacent in the buffer, if segments are nested. They are sent without a copy.
     """
     ordered = {peer: tuple(sorted(parcels, key=_order)) for peer, parcels in by_peer.items()}
     return tuple(
@@ -568,4 +568,4 @@ def _messages(by_peer: dict[int, list[Parcel]]) -> tuple[Message, ...]:
 
 
 def _order(parcel: Parcel) -> tuple[object, ...]:
-    return (parcel.reach, *parcel.key)
+    return (-parcel.direction, parcel.direction * parcel.reach, *parcel.key)

@@ -223,6 +223,22 @@ def check_lots(travel: Travel) -> None:
         assert after.step - after.num_hops >= before.step
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_own_rows_are_sent_in_one_hop_without_a_copy(layout: str, is_causal: bool) -> None:
+    """The parcels of each message are adjacent in the buffer, also if rows travel upwards and downwards."""
+    pattern = DilatedPattern((48, 96, None), (1, 2, 4))
+    schedule = RingSchedule(pattern, SequenceLayout(192, 8, layout), 2, is_causal=is_causal)
+    for rank in range(8):
+        with every_branch_on_trees(0.0):
+            (lot,) = rank_plan(schedule, rank, **SIZES).deliveries[1:]
+        assert sum(map(bool, lot.keys)) == 1
+        for hop in lot.keys:
+            for message in hop.sends:
+                first = lot.own.index(message.parcels[0])
+                assert message.parcels == lot.own[first : first + len(message.parcels)]
+
+
 @settings(max_examples=20, deadline=None, derandomize=True, database=None)
 @given(
     case=CASES,
