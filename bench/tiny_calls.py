@@ -1,7 +1,7 @@
 """The price of a call besides its arithmetic.
 
-A call of 64 tokens is compared with the same written by hand, and a tiny call on two ranks with a bare hop and the same
-call on one rank.
+A call of 64 tokens is compared with the same written by hand, and a call of 64 tokens on two ranks with bare hops that
+overlap with calls of one rank.
 """
 
 from __future__ import annotations
@@ -28,19 +28,18 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 def tiny_calls(repeats: Repeats = 11) -> Iterator[Row]:
     """Measure calls of 64 tokens: two branches on one device, and one branch on two ranks.
 
-    The forward on two ranks is relative to a bare hop and the same call on one rank. On two cores, threads of gloo wait
-    for a core while a rank computes. A hop therefore takes longer in a loop that also computes than in a loop of its
-    own. The sums are measured in both ways.
+    On two ranks, each rank attends from its 32 rows to its own keys and to those of the other rank. By hand, a hop of
+    as many bytes is posted, a call of one rank with 32 tokens is made, the hop is waited for, and the call is made
+    again. In the backward another hop follows, in which dK and dV would go home.
     """
     with World(1, call_timeout=3600.0) as world:
         found = world.run(measure_one_device, repeats, CALLS_AT_ONCE)[0]
     for direction, (ours, hand) in found.items():
         yield _row(f"one device, {direction}", ours, "by hand", hand)
     with World(2, call_timeout=3600.0) as world:
-        ours, hop, alone, both = world.run(measure_ring, repeats, CALLS_AT_ONCE)[0]
-    sums = {"apart": [sum(pair) for pair in zip(hop, alone, strict=True)], "in one loop": both}
-    for how, others in sums.items():
-        yield _row("ring of two, forward", ours, f"hop + one rank, {how}", others)
+        found = world.run(measure_ring, repeats, CALLS_AT_ONCE)[0]
+    for direction, (ours, hand) in found.items():
+        yield _row(f"ring of two, {direction}", ours, "hops under calls of one rank", hand)
 
 
 def _row(call: str, ours: Sequence[float], other: str, others: Sequence[float]) -> Row:
@@ -71,27 +70,42 @@ def measure_one_device(repeats: int, at_once: int) -> dict[str, list[list[float]
     return {name: calls_in_turns(calls, repeats, at_once=at_once) for name, calls in contestants.items()}
 
 
-def measure_ring(repeats: int, at_once: int) -> list[list[float]]:
-    """Seconds of a call on the ring, of a bare hop with the same bytes, of the call on one rank, and of these two."""
+def measure_ring(repeats: int, at_once: int) -> dict[str, list[list[float]]]:
+    """Seconds per call of a ring of two, and of hops with the same bytes under calls of one rank, which take turns."""
     ring = native.initialize()
     attention = native.RingDilatedAttention([TOKENS], [1], ring=ring)
     alone = native.RingDilatedAttention([TOKENS], [1])
-    query, key, value = torch.randn(3, 1, TOKENS, RATE, HEAD_DIM).unbind()
-    local = [ring.shard(x) for x in (query, key, value)]
-    sent, received = (torch.zeros(2 * local[1].nbytes, dtype=torch.uint8) for _ in range(2))
+    *local, grad_out = (ring.shard(x) for x in torch.randn(4, 1, TOKENS, RATE, HEAD_DIM).unbind())
+    leaves = [x.clone().requires_grad_() for x in local]
+    sent, received = (torch.zeros(2 * grad_out.nbytes, dtype=torch.uint8) for _ in range(2))
     peer = 1 - ring.rank
 
-    def hop() -> None:
-        operations = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
-        for work in dist.batch_isend_irecv(operations):
+    def post() -> list[dist.Work]:
+        return dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)])
+
+    def wait(works: list[dist.Work]) -> None:
+        for work in works:
             work.wait()
 
-    def hop_and_call() -> None:
-        hop()
-        alone(query, key, value)
+    def under_hop(first: Callable[[], Any], second: Callable[[], Any]) -> list[Any]:
+        works = post()
+        result = first()
+        wait(works)
+        return [result, second()]
 
-    calls = (lambda: attention(*local), hop, lambda: alone(query, key, value), hop_and_call)
-    return calls_in_turns(calls, repeats, at_once=at_once)
+    def backward(out: Tensor) -> Any:
+        return torch.autograd.grad(out, leaves, grad_out)
+
+    def by_hand() -> None:
+        first, second = under_hop(lambda: alone(*leaves), lambda: alone(*leaves))
+        under_hop(lambda: backward(first), lambda: backward(second))
+        wait(post())  # dK and dV go home
+
+    contestants = {
+        "forward": (lambda: attention(*local), lambda: under_hop(lambda: alone(*local), lambda: alone(*local))),
+        "forward and backward": (lambda: backward(attention(*leaves)), by_hand),
+    }
+    return {name: calls_in_turns(calls, repeats, at_once=at_once) for name, calls in contestants.items()}
 
 
 class TwoBranches(torch.autograd.Function):
