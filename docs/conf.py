@@ -68,7 +68,7 @@ _SHORT = {
     *dir(builtins),
     *("Any", "Callable", "ClassVar", "Iterable", "Literal", "Mapping", "Path", "Sequence", "timedelta", "Unpack"),
     *("Agreement", "Dataset", "DeviceMesh", "DistributedSampler", "ModuleType", "PathLike", "ProcessGroup", "Tensor"),
-    "WeakTensorKeyDictionary",
+    *("WeakTensorKeyDictionary", "WireMemory"),
     *_LITERALS.split(),
 }
 _INTERNAL = (

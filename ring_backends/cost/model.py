@@ -68,7 +68,7 @@ class RingCost:
         itemsize: bytes per element of the inputs. The LSE, and dK and dV in hops, have at least 4 bytes per element;
             the model does not know ``grad_wire_dtype``.
         device_type: type of the ranks' devices. It decides how finely hops, heads and tiles are cut.
-        buffer_bytes: as in :func:`ring_backends.initialize`.
+        buffer_bytes: as in ``initialize``.
 
     Raises:
         ValueError, TypeError: ``batch``, ``head_dim`` or ``itemsize`` is not an int of at least 1, or the call is too

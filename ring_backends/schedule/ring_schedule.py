@@ -227,7 +227,7 @@ class RingSchedule:
             grad_itemsize: bytes per element of dK and dV. None: 4, or 8 for fp64.
             device_type: of the tensors. On an accelerator more rows take the way of few hops, on which other ranks
                 send them.
-            buffer_bytes: as in :func:`ring_backends.initialize`.
+            buffer_bytes: as in ``initialize``.
         """
         row = key_value_dim(head_dim, value_dim)
         row_bytes = row * itemsize + (document_bytes or masked)
