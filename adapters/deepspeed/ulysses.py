@@ -149,7 +149,8 @@ def attend_in_groups(module: RingDilatedAttention, ring: UlyssesRing, inputs: At
     configuration = checked.configuration(inputs, binding.name, needs_gradients=inputs.needs_gradients)
     call = ring.agreement.begin(configuration)
     pattern = _share_of_heads(binding.pattern, ring.ulysses_size, ring.ulysses_rank)
-    share, order = replace(binding, pattern=pattern, ring=ring.hop_ring), _order(ring, seq_len, inputs.query.device)
+    hop_ring = replace(ring.hop_ring, buffer_bytes=ring.buffer_bytes)
+    share, order = replace(binding, pattern=pattern, ring=hop_ring), _order(ring, seq_len, inputs.query.device)
     statistics: list[Tensor] = []
 
     def attend_share(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -198,6 +198,7 @@ class ArrivingKeys:
         source = here if here is not None and here.starts.keys() >= {*sent} else self._own(step, sent, memory)
         self._buffer = source if is_kept else WireBuffer(self._format, arriving, memory)
         outgoing, incoming = source.parts(hop.sends, memory), self._buffer.parts(hop.receives, memory)
+        assert not incoming.copies, "the parcels of a message are adjacent where it arrives"
         self._sent = outgoing.copies
         if not is_kept and (outgoing.has_views or source is not here):
             self._sent.append(source.buffer)

@@ -62,12 +62,6 @@ class Translation:
         """The function for kernels."""
         return _compiled(self.source)
 
-    @property
-    def captured(self) -> tuple[tuple[Tensor, ...] | None, tuple[float, ...] | None]:
-        """The tensors and numbers as an argument of a kernel."""
-        tensors = tuple(x.view(torch.uint8) if x.dtype == torch.bool else x for x in self.tensors)
-        return tensors or None, self.numbers or None
-
 
 @lru_cache(maxsize=256)
 def _compiled(source: str) -> Any:

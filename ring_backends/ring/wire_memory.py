@@ -86,10 +86,12 @@ class BlockMemory(CallMemory):
         super().__init__(device)
         self._blocks, self._stream = blocks, torch.cuda.current_stream(device)
         self._block = blocks.pop(self._stream, Block())
-        self._memory, self._need = self._block.memory_of_next_call(device), 0
-        self._places: dict[Tensor, range] = {}
+        self._memory: Tensor | None = None
+        self._need, self._places = 0, dict[Tensor, range]()
 
     def take(self, size: int, *, zeroed: bool = False) -> Tensor:
+        if self._memory is None:
+            self._memory = self._block.memory_of_next_call(self.device)
         start, padded = 0, -(-size // ALIGNMENT) * ALIGNMENT
         for place in sorted(self._places.values(), key=lambda place: place.start):
             if place.start - start >= padded:
@@ -114,8 +116,8 @@ class BlockMemory(CallMemory):
         assert not self._places, "every buffer is given back"
         self._block.needs.append(self._need)
         self._blocks[self._stream] = self._block
-        while len(self._blocks) > NUM_STREAMS:
-            del self._blocks[next(iter(self._blocks))]
+        for stream in [*self._blocks][:-NUM_STREAMS]:
+            self._blocks.pop(stream, None)  # another thread may have removed it
 
 
 class WireMemory:

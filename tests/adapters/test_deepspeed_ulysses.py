@@ -32,6 +32,7 @@ pytest.importorskip("deepspeed")
 from deepspeed_cases import ADAPTER, NEEDS, SmallModel, one_step, one_step_alone
 
 from ring_backends.adapters import deepspeed as backend
+from ring_backends.adapters.deepspeed import ulysses
 
 
 @cache
@@ -103,6 +104,13 @@ class TestUlysses:
         hop_ring = tuple(range(first + rank % ulysses_size, first + ring_size, ulysses_size))
         assert ring.hop_ring.ranks == hop_ring, ring.hop_ring
         assert ring.traffic.messages == len(hop_ring) - 1, ring.traffic
+
+    @on_every_rank
+    def test_hops_use_the_buffers_of_the_ring(self) -> None:
+        ring = replace(ulysses_ring(4, 2), buffer_bytes=4096)
+        with mock.patch.object(ulysses, "attend", wraps=ulysses.attend) as attend:
+            local_call(ADAPTER, ring, replace(ULYSSES_CASE, buffer_bytes=4096))()
+        assert attend.call_args.args[0].ring.buffer_bytes == 4096
 
     @THOROUGH
     @pytest.mark.parametrize("stage", matrix_but(3, of=range(4)))

@@ -22,6 +22,7 @@ from ring_backends.kernels import rows
 from ring_backends.kernels.rows import (
     Rows,
     SumPart,
+    Sums,
     add_parts,
     add_rows,
     can_launch,
@@ -267,5 +268,5 @@ def test_added_parts_equal_a_loop(lengths: list[int], counts: list[int], dtype: 
         for source in part.sources:
             exact[part.start : part.start + part.length] += summands[source : source + part.length].double()
     with mock.patch.object(rows, "can_launch", return_value=launched):
-        add_parts(into, summands, tuple(parts))
+        add_parts(into, summands, Sums(tuple(parts)))
     torch.testing.assert_close(into.double(), exact, rtol=1e-6, atol=1e-6)

@@ -107,6 +107,17 @@ def test_no_call_gets_the_memory_of_one_that_has_not_ended() -> None:
 
 
 @pytest.mark.usefixtures("streams")
+def test_memory_is_allocated_for_the_first_buffer() -> None:
+    """Before that, an error of the allocator would not be reported to the other ranks."""
+    kept = WireMemory()
+    call(kept, [1000])
+    with mock.patch.object(torch, "empty", side_effect=torch.OutOfMemoryError("no memory")):
+        memory = kept.of_call(mock.Mock(device=CPU))
+        with pytest.raises(torch.OutOfMemoryError):
+            memory.take(1000)
+
+
+@pytest.mark.usefixtures("streams")
 def test_memory_that_later_calls_do_not_need_is_freed() -> None:
     kept = WireMemory()
     call(kept, [10_000, 10_000])
