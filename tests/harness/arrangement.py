@@ -64,9 +64,15 @@ class ArrangementTests(AdapterSuite):
     )
     @on_every_rank
     def test_the_smallest_ring_that_fits(self, ranks: int, order: str) -> None:
-        """The memory is 1.5 times the tensor bytes of a ring half as large. That is too little for its tiles."""
+        """The memory is 1.5 times the tensor bytes of a ring half as large. That is too little for its tiles.
+
+        Hops take a second, so that no ring pays, whatever a busy machine measures.
+        """
         options = {"ring_order": order, "memory_bytes": 3 * _ROW * _CASE.seq_len // ranks}
-        with mock.patch.dict(os.environ, {HOST_VARIABLE: _HOSTS[dist.get_rank()]}):
+        with (
+            mock.patch.dict(os.environ, {HOST_VARIABLE: _HOSTS[dist.get_rank()]}),
+            mock.patch.object(arrangement, "slowest", lambda found: replace(probe.slowest(found), latency_seconds=1.0)),
+        ):
             ring = _initialize(self.adapter, ring_size="auto", **options, **_needs(_CASE))
         cut = {"rank": (0, 1, 2, 3), "topology": (0, 3, 1, 2)}[order]
         first = cut.index(dist.get_rank()) // ranks * ranks
