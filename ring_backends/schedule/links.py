@@ -1,9 +1,12 @@
-"""How many rows each rank receives and sends, and how many cross between hosts.
+"""How many rows each rank receives and sends, in how many messages, and how many cross between hosts.
 
 Rows are counted over all heads. A row of K and its row of V count as one, as do a row of dK and its row of dV.
 """
 
 from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -53,6 +56,27 @@ def rows_on_tree(branch: BranchSchedule, tree: Tree) -> Tensor:
         total.index_add_(0, _rank_at(branch, last).flatten(), (rows * receivers).flatten())
         hops.append(total)
     return torch.stack(hops)
+
+
+def messages_on_trees(branches: Iterable[tuple[BranchSchedule, Tree]]) -> Tensor:
+    """The messages that each rank sends if the rows of these branches travel at the same time: int64 [ring size].
+
+    Only messages with own rows are counted. In a hop, the rows that a rank passes on go to the same peers as its own
+    rows of their segment. So the number is exact if every piece has rows at every offset. Otherwise it may be too
+    small. It may be too large if a branch travels in shares, of which short pieces have no rows.
+    """
+    sent: defaultdict[int, list[Tensor]] = defaultdict(list)
+    ring_size = 0
+    for branch, tree in branches:
+        ring_size = branch.ring_size
+        reach = branch.reach.amax(1, keepdim=True)
+        for hop, stride in enumerate(tree.strides):
+            last = reach.clamp(max=tree.strides[hop - 1] - 1) if hop else reach
+            distance = torch.arange(stride, int(last.max()) + 1, stride, device="cpu").expand(len(reach), -1)
+            pairs = branch.crossing.rank.unsqueeze(1) * ring_size + _rank_at(branch, distance)
+            sent[hop].append(pairs[distance <= last])
+    senders = [torch.cat(pairs).unique() // ring_size for pairs in sent.values()]
+    return torch.bincount(torch.cat(senders), minlength=ring_size)
 
 
 def _in_steps(branch: BranchSchedule, step: int, number: Tensor, weight: Tensor) -> Tensor:

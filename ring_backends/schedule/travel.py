@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ring_backends.schedule.branch import BranchSchedule
 from ring_backends.schedule.limits import TREE_SHARE, Limits
-from ring_backends.schedule.links import rows_at, rows_on_tree
+from ring_backends.schedule.links import messages_on_trees, rows_at, rows_on_tree
 from ring_backends.schedule.trees import CHAIN, MESSAGE_COST, Tree, trees
 
 TILE_COST = 0.3
@@ -204,12 +204,18 @@ class Travel:
         return [Lot(tuple(parts)) for _, parts in lots], max(rows for rows, _ in lots)
 
     def _lot_cost(self, lots: Sequence[Lot]) -> float:
-        costs = (lot.num_hops + MESSAGE_COST * self._num_messages(lot) + TILE_COST * len(lot.parts) for lot in lots)
+        costs = (
+            lot.num_hops + MESSAGE_COST * int(self._messages(lot).max()) + TILE_COST * len(lot.parts) for lot in lots
+        )
         return self._directions * sum(costs)
 
-    def _num_messages(self, lot: Lot) -> int:
-        """How many messages with K and V a rank sends, at most."""
-        return max(part.tree.num_messages(self.branches[part.branch].longest_reach) for part in lot.parts)
+    def _messages(self, lot: Lot) -> Tensor:
+        """How many messages with K and V each rank sends (:func:`messages_on_trees`): int64 [ring size]."""
+        return self._messages_on_trees(tuple((part.branch, part.tree) for part in lot.parts))
+
+    @cached_property
+    def _messages_on_trees(self) -> Callable[[tuple[tuple[int, Tree], ...]], Tensor]:
+        return cache(lambda parts: messages_on_trees((self.branches[index], tree) for index, tree in parts))
 
     def _timed(self, lots: Sequence[Lot], *, overlap: bool) -> tuple[Lot, ...]:
         """The lots with their steps."""
@@ -300,7 +306,7 @@ class Travel:
     @cached_property
     def num_tree_messages(self) -> int:
         """How many messages with K and V on trees a rank sends, at most."""
-        return sum(map(self._num_messages, self.lots))
+        return int(torch.stack([*map(self._messages, self.lots)]).sum(0).max()) if self.lots else 0
 
     def num_hops(self, branch: int) -> int:
         """The number of hops with rows of K and V of a branch. dK and dV take as many."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 MESSAGE_COST = 0.15
 """The host's time to post one more message of a hop, relative to the latency of a hop."""
@@ -58,14 +59,10 @@ class Tree:
             for receiver in range(distance + self.strides[hop - 1], end + 1, self.strides[hop - 1]):
                 yield hop, receiver
 
-    def num_messages(self, reach: int) -> int:
-        """How many messages, at most, a rank sends in all hops."""
-        per_hop = reach if len(self.strides) == 1 else self.strides[-2] - 1
-        return len(self.strides) * per_hop
-
     def cost(self, reach: int) -> float:
         """The latency of all hops, and the time of the host to post them, relative to the latency of one hop."""
-        return len(self.strides) + MESSAGE_COST * self.num_messages(reach)
+        num_messages = reach // self.strides[0] + sum(far // near - 1 for far, near in pairwise(self.strides))
+        return len(self.strides) + MESSAGE_COST * num_messages
 
 
 class Chain(Tree):

@@ -22,8 +22,9 @@ from ring_backends import DilatedPattern, RingSchedule, SequenceLayout
 from ring_backends.engine.wire_buffers import RowFormat
 from ring_backends.kernels.rows import gather
 from ring_backends.schedule.bands import Band
+from ring_backends.schedule.links import messages_on_trees
 from ring_backends.schedule.planner import rank_plan
-from ring_backends.schedule.rank_plan import Hop, Message, Parcel, RankPlan, Step
+from ring_backends.schedule.rank_plan import Delivery, Hop, Message, Parcel, RankPlan, Step
 from ring_backends.schedule.rows import DilatedRows
 from ring_backends.schedule.tiling import max_tile_bytes
 from ring_backends.schedule.travel import Travel
@@ -209,6 +210,7 @@ def test_branches_on_trees(part, case, ring_size, layout, message_cost, share):
         travel = schedule.travel(**sizes_of(case), backward=True)
         assert travel.num_steps == 0 or share < 1e9
         check_lots(travel)
+        check_messages(schedule, travel, plans_of(schedule, case))
         check_plans(schedule, case)
         with fine_cuts():
             check_plans(schedule, case)
@@ -221,6 +223,37 @@ def check_lots(travel: Travel) -> None:
     assert len({branch for branch, _ in shares}) == len(shares)
     for before, after in itertools.pairwise(travel.lots):
         assert after.step - after.num_hops >= before.step
+
+
+def check_messages(schedule: RingSchedule, travel: Travel, plans: list[RankPlan]) -> None:
+    """Check the numbers of messages on trees, which are exact if no piece is without rows, and no share."""
+    for number, lot in enumerate(travel.lots, 1):
+        branches = [schedule.branches[part.branch] for part in lot.parts]
+        counted = messages_on_trees(zip(branches, (part.tree for part in lot.parts), strict=True))
+        sent = torch.tensor([num_messages(plan.deliveries[number : number + 1]) for plan in plans])
+        all_have_rows = all(bool(branch.rows_of_pieces.all()) for branch in branches)
+        if any(part.shares > 1 for part in lot.parts):
+            assert not all_have_rows or bool((counted >= sent).all())
+        else:
+            assert bool((counted == sent if all_have_rows else counted <= sent).all())
+
+
+def num_messages(deliveries: Iterable[Delivery]) -> int:
+    """The number of messages with K and V that a rank sends."""
+    return sum(len(hop.sends) for delivery in deliveries for hop in delivery.keys)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("ring_size", [4, 32])
+def test_number_of_messages(ring_size: int, layout: str, is_causal: bool) -> None:
+    """Branches with segments of different lengths send to different ranks in the same hop, in zigzag both ways."""
+    pattern = DilatedPattern((256, 1024, None), (4, 8, 16))
+    schedule = RingSchedule(pattern, SequenceLayout(64 * ring_size, ring_size, layout), 2, is_causal=is_causal)
+    for backward in (False, True):
+        sizes = {**SIZES, "buffer_bytes": 2**20, "backward": backward}
+        sent = [num_messages(rank_plan(schedule, rank, **sizes).deliveries[1:]) for rank in range(ring_size)]
+        assert schedule.travel(**sizes).num_tree_messages == max(sent) > 0
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
