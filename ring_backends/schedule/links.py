@@ -117,11 +117,33 @@ def rows_between(branch: BranchSchedule, hosts: Tensor, tree: Tree) -> tuple[int
         returns = hosts[_rank_at(branch, reach)] != hosts[source]
         keys, grads = (_boundaries(branch, hosts, first) for first in (0, 1))
         return int((rows * keys).sum()), int((rows * (grads + returns) * (reach > 0)).sum())
-    crossing = 0
-    for distance in range(1, branch.longest_reach + 1):  # dK and dV go back on the same tree
-        ends = (hosts[_rank_at(branch, at)] for at in (distance, tree.arrival(distance)[1]))
-        crossing += int(((rows * (reach >= distance)).sum(1) * torch.ne(*ends)).sum())
-    return crossing, crossing
+    longest, crossing = branch.longest_reach, 0
+    for hop, stride in enumerate(tree.strides):
+        step = tree.strides[hop - 1] if hop else longest + 1
+        crossing += sum(_rows_to(branch, hosts, step, ahead) for ahead in range(stride, min(step, longest + 1), stride))
+    return crossing, crossing  # dK and dV go back on the same tree
+
+
+def _rows_to(branch: BranchSchedule, hosts: Tensor, step: int, ahead: int) -> int:
+    """The rows that ranks send ``ahead`` to another host, on each route from its source and every ``step`` after it."""
+    (rows, reach), ring_size = branch.travelling, branch.ring_size
+    rank, lo, hi, direction = (
+        column.unsqueeze(1)
+        for column in (branch.crossing.rank, branch.crossing.lo, branch.crossing.hi, branch.crossing.direction)
+    )
+    number = ((reach - ahead) // step + 1).clamp(min=0)
+    total = 0
+    for sign in (1, -1):
+        sent = _in_steps(branch, step, number, rows * (direction == sign))
+        total += int(sent[hosts != hosts.roll(-sign * ahead)].sum())
+    # Where a route wraps, one receiver at most is not that many ranks further on.
+    until_end = torch.where(direction > 0, hi - rank, rank - lo)
+    last = until_end // step * step
+    wraps = (last + ahead > until_end) & (last + ahead <= reach)
+    sender, receiver = _rank_at(branch, last), _rank_at(branch, last + ahead)
+    taken = (sender + direction * ahead) % ring_size
+    differs, counted = (hosts[sender] != hosts[peer] for peer in (receiver, taken))
+    return total + int((rows * wraps * (differs.long() - counted.long())).sum())
 
 
 def _boundaries(branch: BranchSchedule, hosts: Tensor, first: int) -> Tensor:
