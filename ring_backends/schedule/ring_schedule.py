@@ -162,7 +162,7 @@ class RingSchedule:
         return self._travels[volume, few_hops]
 
     @cached_property
-    def _rows_of_parts(self) -> Callable[[Part], tuple[int, int, int]]:
+    def _rows_of_parts(self) -> Callable[[Part], tuple[int, int, int, int]]:
         return rows_of_parts(self.branches)
 
     @cached_property

@@ -82,20 +82,21 @@ class Lot:
         return max(len(part.tree.strides) for part in self.parts)
 
 
-def rows_of_parts(branches: Sequence[BranchSchedule]) -> Callable[[Part], tuple[int, int, int]]:
-    """A function that returns the rows of a part that a rank receives, holds, and sends in one hop, at most each.
+def rows_of_parts(branches: Sequence[BranchSchedule]) -> Callable[[Part], tuple[int, int, int, int]]:
+    """A function that returns the rows of a part that a rank receives, holds, sends in one hop, and copies to send.
 
-    It takes the number of rows of the largest share.
+    Each is the largest number of all ranks. The function takes the number of rows of the largest share. The rows that a
+    rank copies are at most those that it sends in one hop after the first.
     """
 
     @cache
-    def rows(part: Part) -> tuple[int, int, int]:
+    def rows(part: Part) -> tuple[int, int, int, int]:
         branch = branches[part.branch]
         if part.shares > 1:
             branch = replace(branch, num_rows=-(-branch.num_rows // part.shares))
-        counts = rows_at(branch, first=1), branch.own_rows, rows_on_tree(branch, part.tree)
-        received, own, sent = (int(count.max()) for count in counts)
-        return received, own, sent
+        sent = rows_on_tree(branch, part.tree).amax(1).tolist()
+        received, own = (int(count.max()) for count in (rows_at(branch, first=1), branch.own_rows))
+        return received, own, max(sent), max(sent[1:], default=0)
 
     return rows
 
@@ -125,7 +126,7 @@ class Travel:
     """
 
     branches: Sequence[BranchSchedule]
-    rows_of: Callable[[Part], tuple[int, int, int]]
+    rows_of: Callable[[Part], tuple[int, int, int, int]]
     volume: Volume
     few_hops: bool = True
 
@@ -233,23 +234,27 @@ class Travel:
     def _alone(self, part: Part) -> float:
         """The largest size of the buffers of rows on a tree that share them with no others, in rows of K or V.
 
-        A rank has the received rows, a copy of its own, and in a backward the gradients of both. After its tiles, it
-        has these gradients, and those that arrive in one hop.
+        A rank has the received rows, a copy of its own, and those that it copies to send them. Later, in a backward, it
+        has the gradients of received and own rows instead of these copies. After its tiles, it has the gradients, and
+        those that arrive in one hop.
         """
-        keys, grads, arriving = self._sizes(part)
-        return max(keys + grads, grads + arriving)
+        keys, grads, arriving, copied = self._sizes(part)
+        return max(keys + copied, keys + grads, grads + arriving)
 
     def _overlapping(self, part: Part) -> float:
-        """The same for rows that share the buffers with those before and after them: half of what all of them need."""
-        keys, grads, arriving = self._sizes(part)
+        """The same for rows that share the buffers with those before and after them: half of what all of them need.
+
+        When rows are copied to send them, those before them have been used.
+        """
+        keys, grads, arriving, _ = self._sizes(part)
         return keys + grads + arriving / 2
 
-    def _sizes(self, part: Part) -> tuple[float, float, float]:
-        """Rows of K or V in the buffers for keys, for gradients, and for gradients that arrive in one hop."""
-        received, own, sent = self.rows_of(part._replace(share=0))
+    def _sizes(self, part: Part) -> tuple[float, float, float, float]:
+        """Rows of K or V in buffers: those of keys, of gradients, of gradients that arrive in one hop, and copies."""
+        received, own, sent, copied = self.rows_of(part._replace(share=0))
         grad_size = self.volume.grad_itemsize / self.volume.itemsize
         keys = received + own
-        return 2 * keys, 2 * grad_size * keys, 2 * grad_size * sent
+        return 2 * keys, 2 * grad_size * keys, 2 * grad_size * sent, 2 * copied
 
     @cached_property
     def _sent(self) -> Callable[[int, Tree], Tensor]:
