@@ -174,9 +174,9 @@ def join_ring(
         ring_order: the order in which the ranks are cut into rings. ``"rank"`` is ascending order. ``"topology"`` makes
             the ranks of one host neighbours. A host is identified by its name. The environment variable
             RING_BACKENDS_HOST overrides the name. ``"topology"`` is not allowed with ``group``.
-        buffer_bytes: how many bytes the buffers of one call may take for rows that go to all ranks in a few hops. The
-            more, the fewer hops and kernel launches. None is 512 MiB on accelerators and 8 MiB on CPUs. A tenth of the
-            call's tensors is always allowed, if that is more. All ranks of a ring pass the same number.
+        buffer_bytes: communication buffers may take this many bytes, even if that is more than their share of the
+            tensors, which is about a tenth. The larger the buffers, the fewer hops and kernel launches a call takes.
+            None is 512 MiB on accelerators and 8 MiB on CPUs. All ranks of a ring pass the same number.
         auto: options of ``initialize`` that describe the attention calls for ``ring_size="auto"``
             (:class:`~ring_backends.AutoOptions`): seq_len, segment_lengths, dilation_rates, num_heads, head_dim and
             more. All ranks of the world measure tiles and hops for a second or two, and rank 0 decides.

@@ -111,8 +111,8 @@ class PlanOptions(PatternOptions):
         None,
         min=0,
         metavar="BYTES",
-        help="As in `initialize`: how large the buffers of rows that take few hops may be. Default: 512 MiB on GPUs, "
-        "8 MiB on CPUs.",
+        help="As in `initialize`: communication buffers may take this many bytes, even if that is more than their "
+        "share of the tensors. Default: 512 MiB on GPUs, 8 MiB on CPUs.",
     )
     nproc_per_node: int | None = _constant(
         None,

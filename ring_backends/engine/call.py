@@ -119,9 +119,9 @@ class AttentionCall:
         rank: the ring rank.
         kernel: the kernel that computes the tiles.
         in_place: the kernels that compute some dilated branches instead, by the branch's index.
-        few_hops: whether the rows of sparse branches travel along trees of few hops.
-        buffer_bytes: the size up to which communication buffers may be a larger share of the tensors; None for the
-            default of the device.
+        few_hops: whether rows may travel along trees other than chains.
+        buffer_bytes: communication buffers may take this many bytes, even if that is more than their share of the
+            tensors; None for the default of the device.
         scale: factor on the scores.
         dropout: the dropout of the call; None without dropout.
         grad_wire_dtype: dtype in which dK and dV of bf16 inputs travel; None for fp32.

@@ -120,7 +120,10 @@ class Hops:
 
 
 def _tag(step: int, delivery: int, grads: bool) -> int:
-    """A number for each hop of a call, of which a tag has 16 bits. Hops with the same tag are many steps apart."""
+    """The number of a hop within its call. A tag holds its lower 16 bits.
+
+    Deliveries whose numbers differ by 64 share tags. This is safe, because both ranks post in the same order.
+    """
     return TAGS_PER_STEP * step + (2 * delivery + grads) % TAGS_PER_STEP
 
 

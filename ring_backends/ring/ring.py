@@ -55,7 +55,8 @@ class Ring(Members):
         timeout: the longest time from the beginning of a call to the end of its last wait for a peer.
         traffic: what this rank has sent. All layouts of the ring share it.
         adapter: name in the registry of the adapter whose ``initialize`` made the ring.
-        buffer_bytes: how large the buffers of a call may be, as in ``initialize``; the same on every rank.
+        buffer_bytes: communication buffers may take this many bytes, even if that is more than their share of the
+            tensors; None for the default of the device. The same on every rank.
         parts: for each living tensor that :meth:`shard` has returned, the dimension and this rank's number of rows. All
             layouts of the ring share it.
         connected: the (source, destination) pairs with this rank that NCCL has connected; None if hops do not go over

@@ -27,7 +27,7 @@ ALIGNMENT = 512
 """Every buffer starts at a multiple of this many bytes in its block, as every tensor of CUDA's allocator does."""
 
 NUM_CALLS = 256
-"""A block has the bytes that the most demanding of this many latest calls has needed."""
+"""A block has as many bytes as any of the last NUM_CALLS forwards and backwards needed."""
 
 NUM_STREAMS = 2
 """A ring keeps the blocks of this many streams: those on which its latest calls were made."""
@@ -57,7 +57,7 @@ class Block:
 
     Attributes:
         memory: uint8.
-        needs: the bytes that each of the latest calls has needed.
+        needs: the bytes that each of the last forwards and backwards needed.
     """
 
     memory: Tensor | None = None

@@ -15,7 +15,8 @@ class Limits:
 
     Attributes:
         communication_share: maximum size of all communication buffers, as a share of q, k, v, out and their gradients.
-        buffer_bytes: the size of all communication buffers that no share limits.
+        buffer_bytes: communication buffers may take this many bytes, even if that is more than their share of the
+            tensors.
         min_hop_bytes: minimum size of a hop after cutting. Smaller hops would save little memory, and most of their
             time would be latency, and launches of their tiles.
         min_block_bytes: minimum size of the query of a block of heads, unless the hops require smaller blocks. In bf16

@@ -1,8 +1,8 @@
 """Plans one rank's part of a schedule, step by step.
 
 The heads are cut into blocks. If the blocks are still too large, the rows of each hop along chains are cut into shares.
-So the buffers of a hop stay small compared with the tensors. The hops along other trees are not cut: they carry all
-heads.
+So the buffers of a hop stay small compared with the tensors. Hops along other trees carry all heads. Their rows may
+travel in several lots instead.
 """
 
 from __future__ import annotations

@@ -143,8 +143,8 @@ class RingSchedule:
             batch, head_dim, itemsize, value_dim: as in :meth:`wire_bytes`.
             backward: whether dK and dV are sent too.
             device_type, buffer_bytes: as in :meth:`wire_bytes`.
-            few_hops: whether the rows of sparse branches go straight to the ranks that need them, in one hop or a few.
-                False sends all rows along chains.
+            few_hops: whether rows may travel along trees other than chains, which take one hop or a few. False sends
+                all rows along chains.
         """
         limits = limits_of(device_type)
         volume = Volume(
@@ -216,6 +216,10 @@ class RingSchedule:
     ) -> int:
         """Payload bytes that ``rank`` sends in one forward, or in one backward.
 
+        This is what ``ring.traffic.bytes`` counts, if ``device_type`` is that of the call's tensors and
+        ``buffer_bytes`` that of the ring. With other values, the total of all ranks is the same, but the ranks may have
+        other shares of it.
+
         Args:
             batch, head_dim: sizes of the inputs.
             itemsize: bytes per element of K and V.
@@ -225,8 +229,9 @@ class RingSchedule:
             document_bytes: bytes of a document number; 0 without documents. Each key of each head travels with its
                 document number, which includes the mask.
             grad_itemsize: bytes per element of dK and dV. None: 4, or 8 for fp64.
-            device_type: of the tensors. On an accelerator more rows take the way of few hops, on which other ranks
-                send them.
+            device_type: type of the tensors' device. On accelerators the buffers are larger, so more rows reach all
+                ranks in few hops. Then a rank sends its own rows to all others, instead of passing on the rows of its
+                neighbour.
             buffer_bytes: as in ``initialize``.
         """
         row = key_value_dim(head_dim, value_dim)

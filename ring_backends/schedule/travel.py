@@ -32,7 +32,8 @@ class Volume:
         kv_heads: number of key/value heads.
         pair_bytes: bytes of a row of K and its row of V.
         itemsize, grad_itemsize: bytes per element of K and V, and of dK and dV on the wire. 0 for a forward.
-        buffer_bytes: the size up to which communication buffers may be a larger share of the tensors.
+        buffer_bytes: communication buffers may take this many bytes, even if that is more than their share of the
+            tensors.
     """
 
     query_rows: int

@@ -1,9 +1,9 @@
 """How the rows of a branch reach all ranks of their routes: along chains, or along trees with fewer hops.
 
-By default rows travel along a *chain*: in each hop, every rank passes them on to its neighbour, and computes meanwhile
-with those that have arrived. This takes as many hops as there are ranks, and little memory. The rows of a sparse branch
-are so few that each rank can keep those of all ranks. Such rows travel along a *tree*: in one hop, each rank sends its
-rows to every rank that needs them. A long route takes a few hops instead, so that no rank sends too many messages:
+On a *chain*, every rank passes the rows on to its neighbour in each hop, and computes meanwhile with those that have
+arrived. This takes almost as many hops as there are ranks, and little memory. On any other *tree*, each rank sends its
+rows to every rank that needs them in one hop, and keeps all rows that arrive. A long route takes a few hops instead, so
+that no rank sends too many messages:
 
     distance     0   1   2   3   4   5   6   7   8        strides (3, 1)
     first hop    0 ─────────► 3 ─────────► 6              by multiples of 3
