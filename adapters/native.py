@@ -1,4 +1,4 @@
-"""Native torch.distributed: hops by ``isend`` and ``irecv`` on the ring's own process group, training by DDP."""
+"""Native torch.distributed: point-to-point hops on the ring's own process group, training by DDP."""
 
 from __future__ import annotations
 

@@ -153,9 +153,9 @@ def _posted(post: Post, outgoing: Buffers, incoming: Buffers, headers: Headers |
 
 
 def post_batch(group: dist.ProcessGroup, outgoing: Buffers, incoming: Buffers, tag: int) -> list[dist.Work]:
-    """Post receives and sends with torch.distributed, as one batch unless they are in host memory.
+    """Post receives and sends with torch.distributed, as one batch if they are on a GPU. Peers are group ranks.
 
-    There a batch begins its operations one by one too, and takes twice as long. Peers are group ranks.
+    For host memory, a batch also begins its operations one by one, and takes twice as long.
     """
     if stream_device([buffer for _, buffer in (*outgoing, *incoming)]) is None:
         works = [dist.irecv(x, group=group, tag=tag, group_src=peer) for peer, x in incoming]

@@ -43,6 +43,7 @@ class LayoutTests(AdapterSuite):
     def test_options_reach_the_ring(self) -> None:
         ring = self.new_ring(TWO, 17.0, "zigzag")
         assert (ring.size, ring.layout_kind, ring.timeout) == (2, "zigzag", timedelta(seconds=17)), ring
+        assert ring.buffer_bytes == 0, ring  # the default is None
 
     @core
     @pytest.mark.parametrize(
