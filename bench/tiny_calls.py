@@ -80,10 +80,10 @@ def measure_ring(repeats: int, at_once: int) -> dict[str, list[list[float]]]:
     sent, received = (torch.zeros(2 * grad_out.nbytes, dtype=torch.uint8) for _ in range(2))
     peer = 1 - ring.rank
 
-    def post() -> list[dist.Work]:
-        return dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)])
+    def post() -> list[Any]:
+        return [dist.irecv(received, peer), dist.isend(sent, peer)]
 
-    def wait(works: list[dist.Work]) -> None:
+    def wait(works: list[Any]) -> None:
         for work in works:
             work.wait()
 
