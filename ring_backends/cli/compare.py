@@ -64,6 +64,7 @@ class CompareOptions(BranchOptions):
     dtype: options.Dtype = options.dtype("fp32")
     causal: bool = options.causal()
     nproc_per_node: int = ranks(2, min=1, help="Ranks of the ring, all on this machine.")
+    buffer_bytes: int | None = options.buffer_bytes()
     repeats: int = ranks(3, min=1, help="Timed calls, after one warm-up call.")
     plot: Path | None = files(
         None, metavar="FILE", help="Draw time, memory and a timeline into this file (needs matplotlib)."
@@ -84,6 +85,7 @@ class CompareOptions(BranchOptions):
             head_dim=self.head_dim,
             dtype=self.dtype,
             layout=self.layout,
+            buffer_bytes=self.buffer_bytes,
             is_causal=self.causal,
             repeats=self.repeats,
             device=self.device,

@@ -78,6 +78,14 @@ dtype = partial(
 )
 layout = partial(ranks, "contiguous", help="How the sequence is sharded over the ring.")
 device = partial(ranks, "auto", help="auto: a GPU per rank if there are enough, else the CPU.")
+buffer_bytes = partial(
+    ranks,
+    None,
+    min=0,
+    metavar="BYTES",
+    help="As in `initialize`: communication buffers may take this many bytes, even if that is more than their share of "
+    "the tensors. Default: 512 MiB on GPUs, 8 MiB on CPUs.",
+)
 started_ranks = partial(ranks, 1, min=1, help="Ranks to start on this machine. Ignored under torchrun, srun or mpirun.")
 json = partial(files, None, metavar="FILE", help="Write all results to this file.")
 

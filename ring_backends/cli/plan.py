@@ -107,13 +107,7 @@ class PlanOptions(PatternOptions):
         help="The devices to plan for. auto: those of the measurement; without one a GPU per rank if there are enough, "
         "else the CPU. With all constants given, this machine needs no GPU."
     )
-    buffer_bytes: int | None = ranks(
-        None,
-        min=0,
-        metavar="BYTES",
-        help="As in `initialize`: communication buffers may take this many bytes, even if that is more than their "
-        "share of the tensors. Default: 512 MiB on GPUs, 8 MiB on CPUs.",
-    )
+    buffer_bytes: int | None = options.buffer_bytes()
     nproc_per_node: int | None = _constant(
         None,
         min=2,

@@ -31,6 +31,7 @@ class TrainOptions(PatternOptions):
     nproc_per_node: int = options.started_ranks()
     ring_size: int | None = ranks(None, min=1, help="Ranks that share one sequence. Default: all ranks.")
     timeout: float = ranks(300.0, metavar="SECONDS", help="Longest time that a rank waits for a hop.")
+    buffer_bytes: int | None = options.buffer_bytes()
     seq_len: int = options.seq_len(131072)
     num_heads: int = options.num_heads(4)
     num_kv_heads: int | None = options.num_kv_heads()

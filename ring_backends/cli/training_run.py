@@ -43,7 +43,7 @@ _LINES_OFF_TERMINAL = 20
 # Options that may differ between a run and its continuation.
 _MAY_DIFFER_ON_RESUME = (
     *("steps", "device", "nproc_per_node", "ring_size", "layout", "timeout", "kernel", "activation_checkpointing"),
-    *("save", "save_every", "resume", "json"),
+    *("buffer_bytes", "save", "save_every", "resume", "json"),
 )
 
 
@@ -58,7 +58,10 @@ def run(options: TrainOptions) -> None:
     device = select_device(options.device)
     backend = load_adapter(options.backend)
     ring = backend.initialize(
-        ring_size=options.ring_size, layout=options.layout, timeout=timedelta(seconds=options.timeout)
+        ring_size=options.ring_size,
+        layout=options.layout,
+        timeout=timedelta(seconds=options.timeout),
+        buffer_bytes=options.buffer_bytes,
     )
     TrainingRun(options, backend, ring, device).train()
     if dist.is_initialized():

@@ -84,7 +84,7 @@ def measure(setup: Setup, name: str, directory: Path) -> dict[str, Any]:
     device = select_device(setup.device)
     is_adapter = name not in (ALL_GATHER, ONE_RANK)
     module = load_adapter(name if is_adapter else "native")
-    ring: Ring = module.initialize(layout=setup.layout)
+    ring: Ring = module.initialize(layout=setup.layout, buffer_bytes=setup.buffer_bytes)
     # A small call first, so that loading libraries and opening connections are not measured.
     small = dataclasses.replace(setup, seq_len=_WARM_UP_TOKENS * ring.size)
     _Call(small, name, ring, module, device).seconds()

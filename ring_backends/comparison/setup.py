@@ -26,6 +26,7 @@ class Setup:
         num_heads, num_kv_heads, head_dim: sizes of the inputs.
         dtype: ``"auto"``, ``"fp32"``, ``"bf16"``, ``"fp16"`` or ``"fp64"``.
         layout: ``"contiguous"`` or ``"zigzag"``.
+        buffer_bytes: as in ``initialize``.
         is_causal: whether a query sees only keys up to its position.
         repeats: number of timed calls. The first call, which measures the memory, is not timed.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
@@ -40,6 +41,7 @@ class Setup:
     head_dim: int
     dtype: str
     layout: LayoutKind
+    buffer_bytes: int | None
     is_causal: bool
     repeats: int
     device: str

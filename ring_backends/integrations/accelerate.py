@@ -45,6 +45,7 @@ def attach(
     ring_size: int | None = None,
     layout: LayoutKind = "contiguous",
     timeout: timedelta | float = timedelta(seconds=300),
+    buffer_bytes: int | None = None,
     probe: bool = True,
     **options: Any,
 ) -> Ring:
@@ -68,6 +69,8 @@ def attach(
         layout: ``"contiguous"`` or ``"zigzag"``.
         timeout: the longest time from the beginning of a call to the end of its last wait for a peer, in seconds or as
             a timedelta.
+        buffer_bytes: communication buffers may take this many bytes, even if that is more than their share of the
+            tensors; None for the default of the device, as in ``initialize``.
         probe: as in :func:`~ring_backends.integrations.transformers.use_ring`.
         options: of the attention, such as ``window_lengths`` and ``kernel``
             (:class:`~ring_backends.RingDilatedAttention`).
@@ -80,7 +83,7 @@ def attach(
         AdapterUnavailableError: this release of accelerate lacks, or has changed, a part that the ring needs. The
             message names it.
     """
-    ring = join(accelerator, ring_size, layout, timeout)
+    ring = join(accelerator, ring_size, layout, timeout, buffer_bytes)
     attention = make_attention(segment_lengths, dilation_rates, ring, options)
     share_parameters(ring, model)
     put_on_ring(model, attention, 0.0, probe)
@@ -96,7 +99,13 @@ def make_attention(
     return native.RingDilatedAttention(segment_lengths, dilation_rates, ring=ring, **options)
 
 
-def join(accelerator: Any, ring_size: int | None, layout: LayoutKind, timeout: timedelta | float) -> Ring:
+def join(
+    accelerator: Any,
+    ring_size: int | None,
+    layout: LayoutKind,
+    timeout: timedelta | float,
+    buffer_bytes: int | None,
+) -> Ring:
     """Make the rings of an Accelerator's processes, without a model. For the arguments and errors, see :func:`attach`.
 
     ``use_ring`` then puts a model on the ring. Every process makes this call.
@@ -125,7 +134,7 @@ def join(accelerator: Any, ring_size: int | None, layout: LayoutKind, timeout: t
         # Accelerate's own context parallelism would replace the attention, and drop its masks. FSDP2 reads the mesh.
         accelerator.state.parallelism_config = copy.copy(parallelism)
         accelerator.state.parallelism_config.cp_size = 1
-    ring = native.initialize(ring_size, layout, group, timeout)
+    ring = native.initialize(ring_size, layout, group, timeout, buffer_bytes=buffer_bytes)
     if accelerator.num_processes != ring.size * ring.data_size:
         raise ValueError(
             f"accelerator.num_processes = {accelerator.num_processes}: {ring.size * ring.data_size} processes were "

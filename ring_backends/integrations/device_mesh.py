@@ -118,18 +118,24 @@ class Axis:
 _axes: WeakKeyDictionary[dist.ProcessGroup, Axis] = WeakKeyDictionary()
 
 
-def join_axis(mesh: DeviceMesh, backend: str, layout: LayoutKind, timeout: timedelta) -> Axis:
+def join_axis(mesh: DeviceMesh, backend: str, layout: LayoutKind, timeout: timedelta, buffer_bytes: int | None) -> Axis:
     """Return the axis with its ring. The first call for an axis makes the ring; all ranks of the axis make that call.
 
     Raises:
         TypeError, ValueError: ``mesh`` is not one axis of a DeviceMesh.
-        ValueError: the axis has a ring with another backend, layout or timeout.
+        ValueError: the axis has a ring with another backend, layout, timeout or buffer_bytes.
     """
     group = _group_of(mesh)
     if group not in _axes:
-        _axes[group] = Axis(load_adapter(backend).initialize(layout=layout, group=mesh, timeout=timeout))
+        initialize = load_adapter(backend).initialize
+        _axes[group] = Axis(initialize(layout=layout, group=mesh, timeout=timeout, buffer_bytes=buffer_bytes))
     ring = _axes[group].ring
-    given = ("backend", backend, ring.adapter), ("layout", layout, ring.layout_kind), ("timeout", timeout, ring.timeout)
+    given = (
+        ("backend", backend, ring.adapter),
+        ("layout", layout, ring.layout_kind),
+        ("timeout", timeout, ring.timeout),
+        ("buffer_bytes", buffer_bytes, ring.buffer_bytes),
+    )
     for name, value, of_ring in given:
         if value != of_ring:
             raise ValueError(
@@ -314,7 +320,8 @@ class RingDilated(ParallelStyle):
     this rank's rows. One branch over the whole sequence, ``RingDilated([None], [1])``, is full attention.
 
     All ranks of the axis apply the same plan, before ``torch.compile`` and ``fully_shard``. The first style on an axis
-    makes its ring, so the other styles of the axis need the same ``layout``, ``backend`` and ``timeout``.
+    makes its ring, so the other styles of the axis need the same ``layout``, ``backend``, ``timeout`` and
+    ``buffer_bytes``.
 
     Args:
         segment_lengths, dilation_rates: as in :class:`~ring_backends.DilatedPattern`; None for an attention of this
@@ -323,6 +330,8 @@ class RingDilated(ParallelStyle):
             ``context_parallel`` uses the zigzag layout.
         backend: name of the adapter that makes the ring.
         timeout: the longest time from the beginning of a call to the end of its last wait for a peer.
+        buffer_bytes: communication buffers may take this many bytes, even if that is more than their share of the
+            tensors; None for the default of the device, as in ``initialize``.
         seq_dim: the sequence dimension of an inner attention's query, key and value: 2 for [batch, heads, local seq,
             head_dim], 1 for [batch, local seq, heads, head_dim].
         is_causal: whether a query sees only keys at or before its own position, in every call. None takes it from the
@@ -345,12 +354,13 @@ class RingDilated(ParallelStyle):
         layout: LayoutKind = "contiguous",
         backend: str = "native",
         timeout: timedelta | float = timedelta(seconds=300),
+        buffer_bytes: int | None = None,
         seq_dim: int = 2,
         is_causal: bool | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        check_options(None, layout, timeout, None, "rank", None, {})
+        check_options(None, layout, timeout, None, "rank", buffer_bytes, {})
         if seq_dim not in (1, 2):
             raise ValueError(
                 f"seq_dim = {seq_dim!r}: expected 2 for [batch, heads, local seq, head_dim], or 1 for [batch, local "
@@ -368,7 +378,7 @@ class RingDilated(ParallelStyle):
         create_attention(backend, *pattern, ring=None, **options)  # type: ignore[arg-type]
         self._pattern: Any = segment_lengths, dilation_rates
         self._options = options
-        self._backend, self._layout, self._timeout = backend, layout, as_timedelta(timeout)
+        self._backend, self._of_ring = backend, (layout, as_timedelta(timeout), buffer_bytes)
         self._seq_dim, self._is_causal = seq_dim, is_causal
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -379,7 +389,7 @@ class RingDilated(ParallelStyle):
         if isinstance(module, (RingDilatedAttention, RingDilatedMultiheadAttention)):
             own: Any = module if isinstance(module, RingDilatedAttention) else module.attention
             self._check_own(name, own)
-            axis = join_axis(device_mesh, self._backend, self._layout, self._timeout)
+            axis = join_axis(device_mesh, self._backend, *self._of_ring)
             own.ring = axis.ring
             module.register_forward_pre_hook(partial(_prepare_call, axis), with_kwargs=True)
             return module
@@ -401,7 +411,7 @@ class RingDilated(ParallelStyle):
             )
         if self._pattern[0] is None:
             raise ValueError(f"segment_lengths is not given: {name} has no pattern of its own; give one.")
-        axis = join_axis(device_mesh, self._backend, self._layout, self._timeout)
+        axis = join_axis(device_mesh, self._backend, *self._of_ring)
         attention = create_attention(self._backend, *self._pattern, ring=axis.ring, **options)
         defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
         on_it: Any = module

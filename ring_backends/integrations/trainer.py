@@ -77,6 +77,7 @@ def attach(
     ring_size: int | None = None,
     layout: LayoutKind = "contiguous",
     timeout: timedelta | float = timedelta(seconds=300),
+    buffer_bytes: int | None = None,
     probe: bool = True,
     **options: Any,
 ) -> Ring:
@@ -91,7 +92,7 @@ def attach(
             with a ``compute_loss_func``, a model without a head; or TRL's ``SFTTrainer``, ``DPOTrainer``,
             ``KTOTrainer`` or ``RewardTrainer``. The model may be within a ``PeftModel``. A reference model is put on
             the ring, too.
-        segment_lengths, dilation_rates, ring_size, layout, timeout, probe, options: as in
+        segment_lengths, dilation_rates, ring_size, layout, timeout, buffer_bytes, probe, options: as in
             :func:`ring_backends.integrations.accelerate.attach`.
 
     Returns:
@@ -103,7 +104,7 @@ def attach(
             needs. The message names it.
     """
     _check_trainer(trainer)
-    ring = join(trainer.accelerator, ring_size, layout, timeout)
+    ring = join(trainer.accelerator, ring_size, layout, timeout, buffer_bytes)
     attention = make_attention(segment_lengths, dilation_rates, ring, options)
     share_parameters(ring, trainer.model)
     sharded = put_on_ring(trainer.model, attention, trainer.args.label_smoothing_factor, probe)

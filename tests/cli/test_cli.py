@@ -10,14 +10,20 @@ import json
 import os
 import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from command_line import check_refusal, environment, interrupt, invoke, kill, refused, run, shown, start
 
 import ring_backends
+from ring_backends.cli import training_run
+from ring_backends.cli.compare import CompareOptions
 from ring_backends.cli.text import Document, standard_library_sources
+from ring_backends.cli.train import TrainOptions
+from ring_backends.comparison import rank
 from ring_backends.cost.branches import default_branches
 from ring_backends.ring.launch import RankFailedError, launch
 from ring_backends.testing.marks import THOROUGH
@@ -56,6 +62,22 @@ def test_help_lists_every_command_and_version_is_printed() -> None:
     text = shown("--help")
     assert all(command in text for command in ("train", "compare", "plan", "info", "convert"))
     assert invoke("--version").output == f"ring-backends {ring_backends.__version__}\n"
+
+
+def test_train_and_compare_pass_the_size_of_buffers_to_initialize(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = mock.Mock()
+    adapter.initialize.side_effect = InterruptedError
+    for module in (training_run, rank):
+        monkeypatch.setattr(module, "load_adapter", lambda name: adapter)
+    branches: dict[str, Any] = {"segment_lengths": (16,), "dilation_rates": (1,), "device": "cpu"}
+    compared = CompareOptions(**branches, buffer_bytes=8).setup()
+    for call in (
+        partial(training_run.run, TrainOptions(**branches, buffer_bytes=7)),
+        partial(rank.measure, compared, "native", Path()),
+    ):
+        with pytest.raises(InterruptedError):
+            call()
+    assert [call.kwargs["buffer_bytes"] for call in adapter.initialize.call_args_list] == [7, 8]
 
 
 def test_train_help_names_the_options_of_the_contract() -> None:
@@ -200,7 +222,7 @@ def test_two_ranks_train_as_one_and_use_the_ring(one_rank: Run, two_ranks: Run) 
 @pytest.mark.matrix(reason="trains twice")
 def test_a_resumed_run_equals_an_uninterrupted_one(one_rank: Run, two_ranks: Run) -> None:
     stopped, _, cwd = two_ranks
-    options = "--nproc-per-node 2 --save checkpoint.pt --resume --layout zigzag"
+    options = "--nproc-per-node 2 --save checkpoint.pt --resume --layout zigzag --buffer-bytes 0"
     result, printed, _ = train(cwd, f"--steps 4 {options}")
     assert "resumed checkpoint.pt after step 2" in printed
     assert [step["step"] for step in result["steps"]] == [3, 4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -62,7 +63,9 @@ def test_a_scheduler_takes_one_step_per_ring(two: World) -> None:
 def attached(ring_size: int) -> tuple[Accelerator, Ring]:
     reset_accelerate()
     accelerator = Accelerator(cpu=True)
-    return accelerator, attach(accelerator, make_model("llama"), ring_size=ring_size)
+    ring = attach(accelerator, make_model("llama"), ring_size=ring_size, timeout=77, buffer_bytes=4096)
+    assert (ring.timeout, ring.buffer_bytes) == (timedelta(seconds=77), 4096), ring
+    return accelerator, ring
 
 
 def orders(ring_size: int) -> list[int]:

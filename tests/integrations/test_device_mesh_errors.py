@@ -105,6 +105,7 @@ def test_modules(name: str) -> None:
         ({"layout": "striped"}, "'striped'"),
         ({"timeout": "3"}, "timeout = '3': expected a number of seconds or a datetime.timedelta"),
         ({"timeout": timedelta(0)}, "timeout = 0:00:00: must be above 0"),
+        ({"buffer_bytes": -1}, "buffer_bytes = -1"),
         ({"backend": "mpi"}, "backend = 'mpi': no such adapter"),
         ({"seq_dim": 3}, "seq_dim = 3: expected 2 for"),
         ({"is_causal": 1}, "is_causal = 1: expected True, False, or None"),
@@ -129,6 +130,7 @@ def meshes_here() -> dict[str, Ended]:
     return {
         ZIGZAG: parallelized(ring, layout="zigzag"),
         f"timeout = {nine!r}: the ring of this mesh axis has timeout = ": parallelized(ring, timeout=nine),
+        "buffer_bytes = 9: the ring of this mesh axis has buffer_bytes = None": parallelized(ring, buffer_bytes=9),
         "mesh has 2 axes, ('data', 'ring'): expected one": parallelized(mesh),
         "mesh has 2 axes": ending(ring_of, mesh),
         "mesh = str: expected one axis of a DeviceMesh": ending(ring_of, "ring"),

@@ -368,7 +368,8 @@ def evaluation_of_other_weights(ring_size: int | None) -> float:
     if ring_size is not None:
         with torch.no_grad():
             trainer.model.lm_head.weight += dist.get_rank()
-        attach(trainer, ring_size=ring_size)
+        ring = attach(trainer, ring_size=ring_size, buffer_bytes=4096)
+        assert ring.buffer_bytes == 4096, ring
     return float(trainer.evaluate()["eval_loss"])
 
 
