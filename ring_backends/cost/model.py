@@ -20,7 +20,6 @@ Memory, bytes and FLOPs are counted. Seconds are estimated by this model. Its co
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -152,20 +151,12 @@ class RingCost:
 
     @cached_property
     def communication_bytes(self) -> int:
-        """Estimated bytes of the buffers from which one rank sends and into which it receives.
+        """The most bytes of the buffers from which one rank sends and into which it receives, in forward or backward.
 
-        At most three hops of K and V and, in a backward, three of dK and dV are in memory. Large hops are cut
-        (:mod:`ring_backends.schedule.limits`). Rows that arrive in few hops have buffers of their own.
+        Large hops are cut (:mod:`ring_backends.schedule.limits`). Key masks, document numbers, and the gaps between
+        buffers in the block of a GPU (:mod:`ring_backends.ring.wire_memory`) are not counted.
         """
-        return max(self._buffer_bytes(backward=backward) for backward in (False, True))
-
-    def _buffer_bytes(self, *, backward: bool) -> int:
-        travel, row = self._travel(backward=backward), self.batch * self.head_dim
-        grad_itemsize = self._statistics_itemsize if backward else 0
-        of_chains = 6 * travel.max_rows_in_flight * row * (self.itemsize + grad_itemsize)
-        share = self._limits.communication_share * float(self.tensor_bytes.max())
-        smallest = 3 * self._limits.min_hop_bytes * (1 + grad_itemsize / self.itemsize)
-        return min(of_chains, math.ceil(max(share, smallest))) + travel.tree_rows * row * self.itemsize
+        return max(self._travel(backward=backward).buffer_bytes for backward in (False, True))
 
     @cached_property
     def tile_bytes(self) -> Tensor:

@@ -41,6 +41,31 @@ def rows_at(branch: BranchSchedule, *, first: int, behind: int = 0) -> Tensor:
     return total.cumsum(0)[:-1]
 
 
+def rows_in_hops(branch: BranchSchedule, blocks: Tensor, shares: int, num_steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows that each rank receives in one hop along a chain, those that it holds, and those that come home early.
+
+    All three are counted at most, for each block of heads: int64 [ring size, blocks].
+
+    Args:
+        blocks: the block of each key/value head, int64 [key/value heads].
+        shares: into how many shares the rows of each hop are cut.
+        num_steps: in which step the dK and dV of the longest routes come home. Other rows still arrive before it.
+    """
+    rows, source = branch.rows_of_blocks(blocks, shares), branch.crossing.rank
+    lane, lowest, highest = branch.lanes
+    number = lane * branch.ring_size + source
+    numbers, index = number.unique(return_inverse=True)
+    of_sources = rows.new_zeros(len(numbers), rows.shape[1]).index_add_(0, index, rows)
+    of_lanes = rows.new_zeros(len(lowest), rows.shape[1])
+    of_lanes.scatter_reduce_(0, (numbers // branch.ring_size).unsqueeze(1).expand_as(of_sources), of_sources, "amax")
+    received = rows.new_zeros(branch.ring_size + 1, rows.shape[1])
+    received.index_add_(0, lowest, of_lanes).index_add_(0, highest + 1, -of_lanes)
+    own, home = rows.new_zeros(2, branch.ring_size, rows.shape[1])
+    own.index_add_(0, source, rows)
+    home.index_add_(0, source, rows * (branch.reach < num_steps).any(1, keepdim=True))
+    return received.cumsum(0)[:-1], own, home
+
+
 def rows_on_tree(branch: BranchSchedule, tree: Tree) -> Tensor:
     """The rows that each rank sends in each hop if the rows travel along a tree: int64 [hops, ring size]."""
     (rows, reach), longest = branch.travelling, branch.longest_reach

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -95,8 +96,9 @@ class RingSchedule:
     def _branch(self, index: int) -> BranchSchedule:
         heads = self.head_streams(index)
         heads_at = Counter(offset for _, _, offset in heads)
-        streams_at = Counter(offset for _, offset in {(kv_head, offset) for _, kv_head, offset in heads})
         offsets = sorted(heads_at)
+        index_of = {offset: index for index, offset in enumerate(offsets)}
+        streams = dict.fromkeys((kv_head, index_of[offset]) for _, kv_head, offset in heads)
         rate = self.pattern.dilation_rates[index]
         segment_length = self.pattern.segment_length(index, self.layout.seq_len)
         band = self.pattern.band(index, self.layout.seq_len)
@@ -111,7 +113,7 @@ class RingSchedule:
             segment_length=segment_length,
             offsets=_integers(offsets),
             heads_at=_integers(heads_at[offset] for offset in offsets),
-            streams_at=_integers(streams_at[offset] for offset in offsets),
+            streams=_integers(chain.from_iterable(streams)).view(-1, 2),
             band=band,
             pieces=pieces,
             rows_of_pieces=pieces.num_rows(*at),

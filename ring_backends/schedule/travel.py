@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ring_backends.schedule.branch import BranchSchedule
 from ring_backends.schedule.limits import TREE_SHARE, Limits
-from ring_backends.schedule.links import messages_on_trees, rows_at, rows_on_tree
+from ring_backends.schedule.links import messages_on_trees, rows_at, rows_in_hops, rows_on_tree
 from ring_backends.schedule.trees import CHAIN, MESSAGE_COST, Tree, trees
 
 TILE_COST = 0.3
@@ -326,8 +326,19 @@ class Travel:
 
         Rows on trees travel for all blocks at once, so several lots need a single block.
         """
-        cuts = self._cuts([branch.index for branch in self.chained], self.tree_rows)
-        blocks = 1 if len(self.lots) > 1 else min(self.volume.kv_heads, max(cuts, self._blocks_of_sums))
+        chained, left = [branch.index for branch in self.chained], self._left(self.tree_rows)
+        cuts = self._cuts(chained, self.tree_rows)
+        most = min(2 * cuts, self._most_cuts(chained))  # single rows cannot be cut
+        while cuts < most and self._chain_bytes(chained, *self._blocks_and_shares(cuts)) > left:
+            cuts += 1
+        return self._blocks_and_shares(cuts)
+
+    def _blocks_and_shares(self, cuts: int) -> tuple[int, int]:
+        """The fewest blocks of heads, and shares of rows, that are all as small as ``cuts`` equal parts would be."""
+        if len(self.lots) > 1:
+            return 1, cuts
+        heads = max(1, self.volume.kv_heads // cuts)
+        blocks = max(-(-self.volume.kv_heads // heads), self._blocks_of_sums)
         return blocks, -(-cuts // blocks)
 
     @property
@@ -338,30 +349,56 @@ class Travel:
             return 1
         return max(1, min(volume.kv_heads, volume.query_rows * volume.pair_bytes // 2 // least))
 
-    def _cuts(self, chained: Iterable[int], tree_rows: int) -> int:
-        """How many cuts keep the communication buffers small.
+    def _cuts(self, chained: Sequence[int], tree_rows: int) -> int:
+        """How many equal cuts keep the communication buffers small. Only the rows on chains are cut."""
+        cuts = math.ceil(self._chain_bytes(chained, 1, 1) / max(1, self._left(tree_rows)))
+        return max(1, min(cuts, self._most_cuts(chained)))
 
-        Only the rows on chains are cut. At most three buffers of their K and V exist at a time: one to send, one in
-        use, one to receive. In a backward, there are at most three more of dK and dV, in the statistics dtype: one
-        being computed, one to send, one to receive.
+    def _left(self, tree_rows: int) -> float:
+        """The bytes that the buffers of rows on trees leave for the others, but never less than a quarter."""
+        budget = max(self.volume.limits.communication_share * self.volume.tensor_bytes, self.volume.buffer_bytes)
+        return max(budget / 4, budget - tree_rows * self.volume.pair_bytes / 2)
+
+    def _most_cuts(self, chained: Sequence[int]) -> int:
+        """Into how many parts hops may be cut."""
+        own = sum(self.branches[index].own_rows for index in chained)
+        return int(torch.as_tensor(own).max()) * self.volume.pair_bytes // self.volume.limits.min_hop_bytes
+
+    def _chain_bytes(self, chained: Sequence[int], blocks: int, shares: int) -> int:
+        """The largest size of the buffers of rows on chains.
+
+        A rank has three buffers of K and V at most: in use, on their way to it, and being sent. What is in use is sent
+        without a copy if it lies together. In a backward, it has three more of dK and dV: being computed, on their way,
+        and being sent. What is on its way may include rows that come home, from routes that are not the longest.
         """
-        volume, limits = self.volume, self.volume.limits
-        hop = self._rows_in_flight(chained) * volume.pair_bytes
-        buffers = 3 * hop + 3 * hop * volume.grad_itemsize // volume.itemsize
-        # The buffers of rows on trees leave less for the others, but never less than a quarter.
-        budget = max(limits.communication_share * volume.tensor_bytes, volume.buffer_bytes)
-        left = max(budget / 4, budget - tree_rows * volume.pair_bytes / 2)
-        cuts = -(-buffers // max(1, int(left)))
-        return max(1, min(cuts, hop // limits.min_hop_bytes))
+        if not chained:
+            return 0
+        num_steps = max(self.branches[index].longest_reach for index in chained)
+        counts = [self._rows_in_hops(index, blocks, shares, num_steps) for index in chained]
+        received, own, home = (torch.stack(of_branches).sum(0) for of_branches in zip(*counts, strict=True))
+        keys = 2 * received + torch.maximum(received, own)
+        grads = 2 * received + torch.maximum(received + home, own)
+        volume = self.volume
+        rows = keys * volume.itemsize + grads * volume.grad_itemsize
+        return int(rows.max()) * volume.pair_bytes // volume.itemsize
 
     @cached_property
-    def max_rows_in_flight(self) -> int:
-        """Maximum number of rows of K and V on chains, over all heads, that one rank passes on at a time."""
-        return self._rows_in_flight(branch.index for branch in self.chained)
+    def _rows_in_hops(self) -> Callable[[int, int, int, int], tuple[Tensor, Tensor, Tensor]]:
+        """:func:`rows_in_hops` of a branch, given its index, how often heads and rows are cut, and the last step."""
+        kv_heads = self.volume.kv_heads
+        heads = torch.arange(1, 1 + kv_heads, device="cpu")
 
-    def _rows_in_flight(self, chained: Iterable[int]) -> int:
-        rows = [self.branches[index].own_rows for index in chained]
-        return int(torch.stack(rows).sum(0).max()) if rows else 0
+        @cache
+        def rows(index: int, blocks: int, shares: int, num_steps: int) -> tuple[Tensor, Tensor, Tensor]:
+            return rows_in_hops(self.branches[index], (heads * blocks - 1) // kv_heads, shares, num_steps)
+
+        return rows
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The largest size of all communication buffers of a rank, in bytes."""
+        chained = [branch.index for branch in self.chained]
+        return self._chain_bytes(chained, *self.cuts) + -(-self.tree_rows * self.volume.pair_bytes // 2)
 
     @cached_property
     def key_rows_sent(self) -> Tensor:
