@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -187,11 +188,8 @@ class Travel:
         """Lots of at most ``limit`` rows, and the rows of the largest; none if a chain would take fewer hops."""
         lots: list[tuple[float, list[Part]]] = []
         for part in sorted(branches, key=size, reverse=True):
-            most = min(self.branches[part.branch].longest_reach, int(self.branches[part.branch].num_rows.max()))
-            shares = max(1, math.ceil(size(part) / max(1, limit)))
-            while shares <= most and size(part._replace(shares=shares)) > limit:
-                shares += 1
-            if shares > most:
+            shares = self._num_shares(part, size, limit)
+            if shares is None:
                 return [], 0.0
             rows = size(part._replace(shares=shares))
             if shares > 1:
@@ -204,6 +202,14 @@ class Travel:
                 held, parts = lots[fitting[0]]
                 lots[fitting[0]] = held + rows, [*parts, part]
         return [Lot(tuple(parts)) for _, parts in lots], max(rows for rows, _ in lots)
+
+    def _num_shares(self, part: Part, size: Callable[[Part], float], limit: float) -> int | None:
+        """The fewest shares of at most ``limit`` rows; None if a chain would take fewer hops."""
+        branch = self.branches[part.branch]
+        least = max(1, math.ceil(size(part) / max(1, limit)))
+        numbers = range(least, 1 + min(branch.longest_reach, int(branch.num_rows.max())))
+        place = bisect_left(numbers, True, key=lambda shares: size(part._replace(shares=shares)) <= limit)
+        return numbers[place] if place < len(numbers) else None
 
     def _lot_cost(self, lots: Sequence[Lot]) -> float:
         costs = (
@@ -316,9 +322,11 @@ class Travel:
 
     def num_hops(self, branch: int) -> int:
         """The number of hops with rows of K and V of a branch. dK and dV take as many."""
-        tree = self.tree(branch)
-        num_lots = sum(part.branch == branch for lot in self.lots for part in lot.parts) or 1
-        return num_lots * tree.num_hops(self.branches[branch].longest_reach)
+        return max(1, self.num_lots(branch)) * self.tree(branch).num_hops(self.branches[branch].longest_reach)
+
+    def num_lots(self, branch: int) -> int:
+        """In how many lots the rows of a branch travel; 0 if they travel along chains."""
+        return sum(part.branch == branch for lot in self.lots for part in lot.parts)
 
     @cached_property
     def cuts(self) -> tuple[int, int]:
