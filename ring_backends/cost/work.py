@@ -56,15 +56,16 @@ def work_of(schedule: RingSchedule, travel: Travel, rank: int) -> RankWork:
             work.own_pairs += float(pairs) * (tile.queries.size // tile.queries.rows)
         work.other_tiles += len(others)
         work.other_rows += sum(tile.queries.size for tile in others)
-        num_lots = sum(part.branch == branch.index for lot in travel.lots for part in lot.parts)
+        num_lots = travel.num_lots(branch.index)
         for index, num_seen in builder.pieces_seen(branch):
             rows = branch.rows_of_pieces[index]
-            if branch.band is not None and num_seen:  # the queries see only the last rows of the farthest piece
-                work.other_rows += int(((rows.clamp(max=branch.band) - rows) * branch.heads_at).sum())
-            elif num_lots:
+            if num_lots and branch.band is None:
                 num_seen = min(num_seen, 1)
+            query_rows = num_seen * rows
+            if num_seen and branch.band is not None:  # few queries see the farthest piece
+                query_rows += rows.clamp(max=branch.band) - rows
             num_tiles = num_seen * len({*rows[rows > 0].tolist()})
-            work.other_rows += num_seen * int((rows * branch.heads_at).sum()) * max(1, num_lots)
+            work.other_rows += int((query_rows * branch.heads_at).sum()) * max(1, num_lots)
             if num_lots:
                 work.other_tiles += num_tiles * num_lots
             else:

@@ -245,26 +245,49 @@ def test_seconds_of_a_sparse_branch_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_branches", "share", "num_lots", "hiding"),
+    ("backward", "num_branches", "share", "num_lots", "hiding"),
     [
-        (1, 1.0, 1, 0),
-        (1, 0.6, 2, 0),  # two lots of half of the rows, of which the second is sent after the tiles of the first
-        (3, 2.5, 3, 2),  # each lot is sent during the tiles of the one before it
+        (False, 1, 1.0, 1, 0),
+        (False, 1, 0.6, 2, 0),  # two lots of half of the rows, of which the second is sent after the tiles of the first
+        (False, 3, 2.5, 3, 2),  # each lot is sent during the tiles of the one before it
+        (True, 1, 1.0, 2, 0),
+        (True, 3, 5.0, 3, 2),
     ],
 )
-def test_seconds_of_lots_by_hand(num_branches: int, share: float, num_lots: int, hiding: int) -> None:
-    """4 ranks have 16 rows each. A lot takes one hop, to three others. Hops overlap with tiles before the last lot."""
+def test_seconds_of_lots_by_hand(backward: bool, num_branches: int, share: float, num_lots: int, hiding: int) -> None:
+    """4 ranks have 16 rows each. A lot takes one hop, to three others. Hops overlap with tiles before the last lot.
+
+    In a backward, the dK and dV of the last lot come home after all tiles.
+    """
     hardware = replace(PLAIN, latency_seconds=1e-5)
     with every_branch_on_trees(share=share):
         cost = cost_of(SequenceLayout(64, 4), ([64] * num_branches, [1] * num_branches), (1,), 1, 4, 4, "cpu", 0)
-        assert len(cost.schedule.travel(**cost.sizes).lots) == num_lots
-        seconds = cost.call_seconds(hardware)
-        tiles = work_of(cost.schedule, cost.schedule.travel(**cost.sizes), 0).other_tiles
+        travel = cost.schedule.travel(**cost.sizes, backward=backward)
+        assert len(travel.lots) == num_lots
+        seconds = cost.call_seconds(hardware, backward=backward)
+        tiles = work_of(cost.schedule, travel, 0).other_tiles
     assert tiles == num_lots
-    own, other = (16 * keys * 16 / 1e9 for keys in (16, 48))
-    hops = num_branches * 48 * 2 * 4 * 4 / 1e9 + num_lots * (1 + 2 * MESSAGE_COST) * 1e-5
-    hidden = min(hops, num_branches * own + hiding * other)
+    pair_seconds = 40 / 5e8 if backward else 16 / 1e9
+    own, other = (16 * keys * pair_seconds for keys in (16, 48))
+    rows, latency = num_branches * 48 * 2 * 4 * 4 / 1e9, (1 + 2 * MESSAGE_COST) * 1e-5
+    hops, last_hop = rows + num_lots * latency, 0.0
+    if backward:
+        hops, last_hop = 2 * hops, rows / num_lots + latency
+    hidden = min(hops - last_hop, num_branches * own + hiding * other * num_branches / num_lots)
     assert seconds == pytest.approx(num_branches * (own + other) + hops - hidden)
+
+
+def test_tiles_of_a_window_have_as_many_rows_in_each_lot() -> None:
+    """Each rank has 16 rows. Of the rows of a neighbour, the first or last 9 are seen."""
+    pattern, found = DilatedPattern((64,), (1,), window_lengths=(10,)), []
+    for share in (1e9, 0.3):
+        with every_branch_on_trees(share=share):
+            schedule = RingSchedule(pattern, SequenceLayout(64, 4), 1)
+            travel = schedule.travel(batch=1, head_dim=4, itemsize=4, buffer_bytes=0)
+            found.append((travel.num_lots(0), work_of(schedule, travel, 1).other_rows))
+    (few, rows), (many, rows_in_all) = found
+    assert (few, many) == (1, 2)
+    assert rows_in_all == 2 * rows
 
 
 def test_the_slowest_rank_decides_the_time_of_a_call() -> None:
