@@ -21,7 +21,7 @@ from ring_backends.kernels.base import Kernel
 from ring_backends.ring.ring import Traffic
 from ring_backends.ring.wire_memory import CallMemory
 from ring_backends.schedule.planner import rank_plan
-from ring_backends.testing.fine_cuts import fine_cuts
+from ring_backends.testing.fine_cuts import every_branch_on_trees, fine_cuts
 from ring_backends.testing.strategies import AttentionCase, attention_cases, in_parts
 
 META = torch.device("meta")
@@ -130,6 +130,23 @@ def test_no_rank_takes_more_than_the_schedule_says(
     schedule = case.schedule(ring_size, kind)
     with fine_cuts() if fine else nullcontext():
         check(schedule, dtype, batch=1, head_dim=16, buffer_bytes=0, few_hops=False)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@given(
+    case=attention_cases(max_n=96),
+    ring_size=st.integers(2, 9),
+    kind=st.sampled_from(["contiguous", "zigzag"]),
+    dtype=st.sampled_from(DTYPES),
+    message_cost=st.sampled_from([0.0, 5.0]),
+    share=st.sampled_from([1e9, 1.0, 0.3]),
+)
+def test_rows_on_trees_take_no_more_than_the_schedule_says(
+    case: AttentionCase, ring_size: int, kind: Any, dtype: torch.dtype, message_cost: float, share: float
+) -> None:
+    """The rows travel in one lot or in several, in one hop or in several. dK and dV travel as sums or in bf16."""
+    with every_branch_on_trees(message_cost, share=share):
+        check(case.schedule(ring_size, kind), dtype, batch=1, head_dim=16, buffer_bytes=0)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
