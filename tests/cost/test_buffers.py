@@ -22,6 +22,7 @@ from ring_backends.ring.ring import Traffic
 from ring_backends.ring.wire_memory import CallMemory
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.testing.fine_cuts import every_branch_on_trees, fine_cuts
+from ring_backends.testing.marks import MORE_CASES, THOROUGH, matrix_but
 from ring_backends.testing.strategies import AttentionCase, attention_cases, in_parts
 
 META = torch.device("meta")
@@ -132,6 +133,7 @@ def test_no_rank_takes_more_than_the_schedule_says(
         check(schedule, dtype, batch=1, head_dim=16, buffer_bytes=0, few_hops=False)
 
 
+@THOROUGH
 @settings(max_examples=15, deadline=None, derandomize=True, database=None)
 @given(
     case=attention_cases(max_n=96),
@@ -149,8 +151,10 @@ def test_rows_on_trees_take_no_more_than_the_schedule_says(
         check(case.schedule(ring_size, kind), dtype, batch=1, head_dim=16, buffer_bytes=0)
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize(("device_type", "layout"), [("cpu", "contiguous"), ("cuda", "zigzag")])
+@pytest.mark.parametrize("is_causal", matrix_but(False, of=(True, False)))
+@pytest.mark.parametrize(
+    ("device_type", "layout"), [pytest.param("cpu", "contiguous", marks=MORE_CASES), ("cuda", "zigzag")]
+)
 def test_buffers_of_long_calls_stay_in_the_budget(device_type: str, layout: Any, is_causal: bool) -> None:
     """The 32 heads do not divide into equal blocks as small as the budget asks for."""
     pattern = DilatedPattern((None,), (1,))

@@ -272,67 +272,6 @@ def test_own_rows_are_sent_in_one_hop_without_a_copy(layout: str, is_causal: boo
                 assert message.parcels == lot.own[first : first + len(message.parcels)]
 
 
-@settings(max_examples=50, deadline=None, derandomize=True, database=None)
-@given(
-    case=CASES,
-    ring_size=st.integers(2, 16),
-    layout=LAYOUTS,
-    message_cost=st.sampled_from([0.0, 0.3, 5.0]),
-    share=st.sampled_from([1.0, 0.3]),
-    itemsize=st.sampled_from([2, 4]),
-)
-def test_buffers_of_lots_take_what_the_schedule_says(case, ring_size, layout, message_cost, share, itemsize):
-    """Buffers are those of received and own rows, and copies of rows that are sent from several places."""
-    with every_branch_on_trees(message_cost, share=share):
-        schedule = case.schedule(ring_size, layout)
-        for backward in (False, True):
-            sizes = {**sizes_of(case), "itemsize": itemsize, "backward": backward}
-            grad_size = 4 // itemsize if backward else 0
-            plans = [rank_plan(schedule, rank, **sizes) for rank in range(ring_size)]
-            peaks = [max(buffer_rows(plan, grad_size), default=0) for plan in plans]
-            assert max(peaks) <= schedule.travel(**sizes).tree_rows
-
-
-def buffer_rows(plan: RankPlan, grad_size: int) -> Iterator[int]:
-    """How many rows of K or V the buffers of lots hold, in the tiles of each step and when its dK and dV are sent.
-
-    Args:
-        grad_size: size of a row of dK, in rows of K; 0 in a forward.
-    """
-
-    def rows(parcels: Iterable[Parcel]) -> int:
-        return sum(2 * parcel.rows * parcel.num_streams for parcel in parcels)
-
-    keys, grads, arriving, copies = Counter[int](), Counter[int](), Counter[int](), Counter[int]()
-    for step in range(max(len(plan.steps), *(len(delivery.grads) for delivery in plan.deliveries))):
-        lots = [(lot, rows({*lot.own, *lot.received})) for lot in plan.deliveries[1:]]
-        for lot, held in lots:
-            if step + 1 < len(lot.keys) and lot.keys[step + 1]:  # posted before the tiles of this step
-                keys[lot.number] = held
-                copies[lot.number] = sum(map(rows, copied(lot, lot.keys[step + 1])))
-            if step == lot.first_step:
-                grads[lot.number] = grad_size * held
-        yield keys.total() + grads.total() + arriving.total() + copies.total()
-        copies.clear()
-        for lot, _ in lots:
-            if step == lot.last_step:
-                del keys[lot.number]
-        for lot, _ in lots:
-            del arriving[lot.number]
-            if any(lot.grads[step:]):
-                arriving[lot.number] = grad_size * rows(parcel for _, parcel in parcels_of(lot.grads[step].receives))
-            else:
-                del grads[lot.number]
-            yield keys.total() + grads.total() + arriving.total()
-
-
-def copied(lot: Delivery, hop: Hop) -> list[tuple[Parcel, ...]]:
-    """The parcels of the messages that a hop sends from several places of the buffer."""
-    held = tuple(dict.fromkeys((*lot.own, *lot.received)))
-    messages = {message.parcels for message in hop.sends}
-    return [parcels for parcels in messages if held[held.index(parcels[0]) :][: len(parcels)] != parcels]
-
-
 @in_parts(3)
 @settings(max_examples=20, deadline=None)
 @given(case=CASES, ring_size=RING_SIZES, layout=LAYOUTS)
