@@ -166,14 +166,14 @@ class Travel:
         """The ways in which the rows of these branches travel in one lot, or in several, within the budget.
 
         Lots may overlap: while the tiles use one, the next one arrives, and the gradients of the one before go home.
-        Else each lot has the buffers for itself.
+        Else each lot has the buffers for itself. Copies of rows that are sent come on top of the budget.
         """
         budget = self.volume.budget
         branches = [*map(self._part, on_trees)]
         whole = sum(map(self._alone, branches))
         if whole <= budget:
             lots = [Lot(tuple(branches))]
-            yield _Way(self._lot_cost(lots), int(whole), self._timed(lots, overlap=True))
+            yield _Way(self._lot_cost(lots), self._rows_with_copies(lots), self._timed(lots, overlap=True))
             return
         for overlap, size, limit, factor in (
             (True, self._overlapping, budget / 2, 1.0),
@@ -181,7 +181,7 @@ class Travel:
         ):
             lots, largest = self._packed(branches, size, limit)
             if lots:
-                rows = int(2 * largest if overlap else largest)
+                rows = int(2 * largest) if overlap else self._rows_with_copies(lots)
                 yield _Way(factor * self._lot_cost(lots), rows, self._timed(lots, overlap=overlap))
 
     def _packed(self, branches: Sequence[Part], size: Callable[[Part], float], limit: float) -> tuple[list[Lot], float]:
@@ -241,20 +241,29 @@ class Travel:
     def _alone(self, part: Part) -> float:
         """The largest size of the buffers of rows on a tree that share them with no others, in rows of K or V.
 
-        A rank has the received rows, a copy of its own, and those that it copies to send them. Later, in a backward, it
-        has the gradients of received and own rows instead of these copies. After its tiles, it has the gradients, and
-        those that arrive in one hop.
-        """
-        keys, grads, arriving, copied = self._sizes(part)
-        return max(keys + copied, keys + grads, grads + arriving)
-
-    def _overlapping(self, part: Part) -> float:
-        """The same for rows that share the buffers with those before and after them: half of what all of them need.
-
-        When rows are copied to send them, those before them have been used.
+        A rank has the received rows, a copy of its own, and in a backward the gradients of both. After its tiles, it
+        has these gradients, and those that arrive in one hop.
         """
         keys, grads, arriving, _ = self._sizes(part)
+        return max(keys + grads, grads + arriving)
+
+    def _overlapping(self, part: Part) -> float:
+        """The same for rows that share the buffers with those before and after them: half of what all of them need."""
+        keys, grads, arriving, _ = self._sizes(part)
         return keys + grads + arriving / 2
+
+    def _rows_with_copies(self, lots: Sequence[Lot]) -> int:
+        """The largest size of the buffers of lots that do not overlap, with copies of rows that are sent.
+
+        In a backward, a rank has these copies before it has gradients. If lots overlap, the one before has been used
+        when rows are copied.
+        """
+
+        def size(part: Part) -> float:
+            keys, _, _, copied = self._sizes(part)
+            return max(self._alone(part), keys + copied)
+
+        return int(max(sum(map(size, lot.parts)) for lot in lots))
 
     def _sizes(self, part: Part) -> tuple[float, float, float, float]:
         """Rows of K or V in buffers: those of keys, of gradients, of gradients that arrive in one hop, and copies."""
@@ -369,8 +378,10 @@ class Travel:
 
     def _most_cuts(self, chained: Sequence[int]) -> int:
         """Into how many parts hops may be cut."""
-        own = sum(self.branches[index].own_rows for index in chained)
-        return int(torch.as_tensor(own).max()) * self.volume.pair_bytes // self.volume.limits.min_hop_bytes
+        if not chained:
+            return 0
+        own = torch.stack([self.branches[index].own_rows for index in chained]).sum(0)
+        return int(own.max()) * self.volume.pair_bytes // self.volume.limits.min_hop_bytes
 
     def _chain_bytes(self, chained: Sequence[int], blocks: int, shares: int) -> int:
         """The largest size of the buffers of rows on chains.
