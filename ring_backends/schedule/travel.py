@@ -20,7 +20,7 @@ from ring_backends.schedule.trees import CHAIN, MESSAGE_COST, Tree, trees
 TILE_COST = 0.3
 """The host's time to launch the tiles of one branch in one step, relative to the latency of a hop."""
 
-EXPOSED_COST = 1.5
+EXPOSED_COST = 1.4
 """By how much a hop costs more if few tiles hide it."""
 
 
@@ -175,14 +175,14 @@ class Travel:
             lots = [Lot(tuple(branches))]
             yield _Way(self._lot_cost(lots), self._rows_with_copies(lots), self._timed(lots, overlap=True))
             return
-        for overlap, size, limit, hop_cost in (
+        for overlap, size, limit, factor in (
             (True, self._overlapping, budget / 2, 1.0),
             (False, self._alone, budget, EXPOSED_COST),
         ):
             lots, largest = self._packed(branches, size, limit)
             if lots:
                 rows = int(2 * largest) if overlap else self._rows_with_copies(lots)
-                yield _Way(self._lot_cost(lots, hop_cost), rows, self._timed(lots, overlap=overlap))
+                yield _Way(factor * self._lot_cost(lots), rows, self._timed(lots, overlap=overlap))
 
     def _packed(self, branches: Sequence[Part], size: Callable[[Part], float], limit: float) -> tuple[list[Lot], float]:
         """Lots of at most ``limit`` rows, and the rows of the largest; none if a chain would take fewer hops."""
@@ -211,11 +211,11 @@ class Travel:
         place = bisect_left(numbers, True, key=lambda shares: size(part._replace(shares=shares)) <= limit)
         return numbers[place] if place < len(numbers) else None
 
-    def _lot_cost(self, lots: Sequence[Lot], hop_cost: float = 1.0) -> float:
-        hops = sum(lot.num_hops for lot in lots)
-        messages = sum(int(self._messages(lot).max()) for lot in lots)
-        tiles = sum(len(lot.parts) for lot in lots)
-        return self._directions * (hop_cost * hops + MESSAGE_COST * messages + TILE_COST * tiles)
+    def _lot_cost(self, lots: Sequence[Lot]) -> float:
+        costs = (
+            lot.num_hops + MESSAGE_COST * int(self._messages(lot).max()) + TILE_COST * len(lot.parts) for lot in lots
+        )
+        return self._directions * sum(costs)
 
     def _messages(self, lot: Lot) -> Tensor:
         """How many messages with K and V each rank sends (:func:`messages_on_trees`): int64 [ring size]."""
