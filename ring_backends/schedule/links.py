@@ -87,8 +87,9 @@ def messages_on_trees(branches: Iterable[tuple[BranchSchedule, Tree]]) -> Tensor
     """The messages that each rank sends if the rows of these branches travel at the same time: int64 [ring size].
 
     Only messages with own rows are counted. In a hop, the rows that a rank passes on go to the same peers as its own
-    rows of their segment. So the number is exact without windows if every piece has rows at every offset. Otherwise it
-    may be too small. It may be too large if a branch travels in shares, of which short pieces have no rows.
+    rows of their segment. So the number is exact without windows if every chunk has positions, and every piece rows at
+    every offset. Otherwise it may be too small. It may be too large if a branch travels in shares, of which short
+    pieces have no rows.
     """
     sent: defaultdict[int, list[Tensor]] = defaultdict(list)
     ring_size = 0
