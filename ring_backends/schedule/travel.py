@@ -21,7 +21,7 @@ TILE_COST = 0.3
 """The host's time to launch the tiles of one branch in one step, relative to the latency of a hop."""
 
 EXPOSED_COST = 1.4
-"""By how much a hop costs more if few tiles hide it."""
+"""How many times as much lots cost if few tiles hide their hops."""
 
 
 @dataclass(frozen=True)
