@@ -240,7 +240,7 @@ class RingDilatedAttention(nn.Module, ABC):
         return self._attend(inputs)
 
     def _attend(self, inputs: AttentionInputs) -> Any:
-        """Compute one call. An adapter overrides this method if its calls need communication besides hops.
+        """Compute one call, as :mod:`ring_backends.engine.operators` says.
 
         Returns:
             As :meth:`forward`.
@@ -343,6 +343,7 @@ class RingDilatedAttention(nn.Module, ABC):
         options = asdict(self.pattern) | {"scale": self.scale, "kernel": self.kernel, "dropout_p": self.dropout_p}
         options |= {"grad_wire_dtype": self.grad_wire_dtype}
         options |= {"ring_size": self.ring.size, "layout": self.ring.layout_kind}
+        options |= {"ulysses_size": self.ring.ulysses_size}
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 

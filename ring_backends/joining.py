@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_backends.cost.arrangement import AutoOptions, RingSize, arrange, check_arrangement, refuse_arrangement
 from ring_backends.ring.rendezvous import connect, ring_ranks, start_world
 from ring_backends.ring.ring import Ring
-from ring_backends.ring.topology import RingOrder
-from ring_backends.schedule.checks import check_integer
+from ring_backends.ring.topology import RingOrder, UlyssesSize, ranks_of_one_host
+from ring_backends.schedule.checks import check_group_heads, check_group_size, check_integer
 from ring_backends.schedule.layout import LayoutKind, SequenceLayout
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class Initialize(Protocol):
         *,
         ring_order: RingOrder = "rank",
         buffer_bytes: int | None = None,
+        ulysses_size: UlyssesSize = 1,
         **auto: Unpack[AutoOptions],
     ) -> Ring: ...
 
@@ -63,6 +64,7 @@ def initializer(
         *,
         ring_order: RingOrder = "rank",
         buffer_bytes: int | None = None,
+        ulysses_size: UlyssesSize = 1,
         **auto: Unpack[AutoOptions],
     ) -> Ring:
         """Join a ring; every rank of the ring makes this call.
@@ -71,7 +73,8 @@ def initializer(
         """
         if group is None:
             group = own_group(ring_size, ring_order)
-        return join_ring(adapter, ring_size, layout, group, timeout, ring_order, buffer_bytes, auto, connect=connect)
+        options = ring_order, buffer_bytes, ulysses_size
+        return join_ring(adapter, ring_size, layout, group, timeout, *options, auto, connect=connect)
 
     documented: tuple[object, ...] = (initialize, own_group)
     initialize.__doc__ = "\n\n".join(inspect.getdoc(function) or "" for function in documented).rstrip()
@@ -123,6 +126,7 @@ def check_options(
     group: object,
     ring_order: object,
     buffer_bytes: object,
+    ulysses_size: object,
     auto: Mapping[str, Any],
 ) -> None:
     """Check the options of ``initialize``, without communication.
@@ -136,6 +140,13 @@ def check_options(
     as_timedelta(timeout)
     if buffer_bytes is not None:
         check_integer("buffer_bytes", buffer_bytes, 0, advice="leave it out to use the default of the device")
+    if ulysses_size != "auto":
+        size = check_integer("ulysses_size", ulysses_size, 1, advice="1 exchanges no heads")
+        if isinstance(ring_size, int):
+            check_group_size(size, ring_size)
+        heads = auto.get("num_heads")
+        if isinstance(heads, int):
+            check_group_heads(size, heads)
     check_arrangement(ring_size, layout, ring_order, auto)
     if group is not None:
         refuse_arrangement("group already fixes the ring's ranks and their order", ring_size, ring_order)
@@ -149,6 +160,7 @@ def join_ring(
     timeout: timedelta | float,
     ring_order: RingOrder,
     buffer_bytes: int | None,
+    ulysses_size: UlyssesSize,
     auto: Mapping[str, Any],
     *,
     connect: Callable[..., Ring] = connect,
@@ -177,6 +189,11 @@ def join_ring(
         buffer_bytes: communication buffers may take this many bytes, even if that is more than their share of the
             tensors, which is about a tenth. The larger the buffers, the fewer hops and kernel launches a call takes.
             None is 512 MiB on accelerators and 8 MiB on CPUs. All ranks of a ring pass the same number.
+        ulysses_size: u, a divisor of the ring size. Groups of u neighbouring ranks exchange rows for heads at the
+            beginning and at the end of each call (Ulysses, arXiv 2309.14509), so that hops go between the groups only.
+            It must divide the query heads of each call. ``ring_size`` still counts all ranks, and results and shards
+            are those of u = 1. ``"auto"`` takes the largest u such that every group lies on one host, and then in each
+            call the largest divisor of it that divides the heads. All ranks of a ring pass the same value.
         auto: options of ``initialize`` that describe the attention calls for ``ring_size="auto"``
             (:class:`~ring_backends.AutoOptions`): seq_len, segment_lengths, dilation_rates, num_heads, head_dim and
             more. All ranks of the world measure tiles and hops for a second or two, and rank 0 decides.
@@ -188,10 +205,14 @@ def join_ring(
         RingMismatchError: the ranks pass different options. Only ``"auto"`` and ``"topology"`` compare them.
         RingPeerError: a rank did not make the call in time.
     """
-    check_options(ring_size, layout, timeout, group, ring_order, buffer_bytes, auto)
+    check_options(ring_size, layout, timeout, group, ring_order, buffer_bytes, ulysses_size, auto)
     timeout = as_timedelta(timeout)
     world_size = start_world(timeout)
-    size, order = arrange(ring_size, layout, world_size, ring_order, buffer_bytes, auto)
+    size, order = arrange(ring_size, layout, world_size, ring_order, buffer_bytes, ulysses_size, auto)
     ranks = ring_ranks(size, group, world_size, order)
+    if ulysses_size != "auto":
+        check_group_size(ulysses_size, len(ranks))
     ring = connect(ranks, layout, timeout, adapter, order if group is None else None)
-    return replace(ring, buffer_bytes=buffer_bytes)
+    if ulysses_size == "auto":
+        return replace(ring, buffer_bytes=buffer_bytes, ulysses_size=ranks_of_one_host(ring.hosts), fits_heads=True)
+    return replace(ring, buffer_bytes=buffer_bytes, ulysses_size=ulysses_size)

@@ -76,7 +76,7 @@ def attention_weights(
     tensors = (query, key, key, key_padding_mask, document_ids)
     options: dict[str, Any] = {"sinks": sinks, "is_causal": is_causal, "seq_len": seq_len, "score_mod": score_mod}
     inputs, call = binding.check(AttentionInputs(*tensors, **options))
-    layout = call.layout
+    layout = ring.layout(call.layout.seq_len)
     with ring.report_refusals():
         chosen = _check_positions(positions, layout.seq_len)
     begun, gather = _agree_on_gather(binding, call, inputs, chosen)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,14 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_backends.attention import RingDilatedAttention as _RingDilatedAttention
 from ring_backends.cost.arrangement import AutoOptions, RingSize, refuse_arrangement
-from ring_backends.engine.call import AttentionInputs
 from ring_backends.errors import importing
 from ring_backends.joining import as_timedelta, check_options, join_ring, show_auto_options
-from ring_backends.ring.rendezvous import connect, start_world, world_ring
+from ring_backends.ring.rendezvous import start_world, world_ring
 from ring_backends.ring.ring import Ring
-from ring_backends.ring.topology import RingOrder
+from ring_backends.ring.topology import RingOrder, UlyssesSize
 from ring_backends.ring.transfer import Transfer
-from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.training.state import TrainingState
 
@@ -33,7 +30,6 @@ with importing("the deepspeed adapter cannot import DeepSpeed", "deepspeed"):
     from ring_backends.adapters.deepspeed.ring_pass import post_hop, start_deepspeed
     from ring_backends.adapters.deepspeed.settings import engine_settings
     from ring_backends.adapters.deepspeed.training import DeepSpeedTraining
-    from ring_backends.adapters.deepspeed.ulysses import UlyssesRing, attend_in_groups, connect_ulysses
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -49,9 +45,9 @@ def initialize(
     timeout: timedelta | float = timedelta(seconds=300),
     *,
     mpu: Any = None,
-    ulysses_size: int = 1,
     ring_order: RingOrder = "rank",
     buffer_bytes: int | None = None,
+    ulysses_size: UlyssesSize = 1,
     **auto: Unpack[AutoOptions],
 ) -> Ring:
     """Join a ring, and start ``deepspeed.comm`` unless it runs already. Every rank of the ring makes this call.
@@ -62,24 +58,17 @@ def initialize(
         mpu: names the ring's ranks in place of ``group``. It is a ProcessGroup, or an object whose
             ``get_sequence_parallel_group()`` returns one. ``deepspeed.runtime.sequence_parallel.parallel_state_sp`` is
             such an object once it is initialised. Not allowed with ``ring_size="auto"`` or ``ring_order="topology"``.
-        ulysses_size: number of neighbouring ranks that exchange heads for rows
-            (:mod:`ring_backends.adapters.deepspeed.ulysses`). It must divide the ring size. ``ring_size`` still counts
-            all ranks over which a sequence is distributed. Not allowed with ``ring_size="auto"``.
     """
-    check_options(ring_size, layout, timeout, group, ring_order, buffer_bytes, auto)
-    check_integer("ulysses_size", ulysses_size, 1, advice="1 exchanges no heads")
+    options = ring_order, buffer_bytes, ulysses_size
+    check_options(ring_size, layout, timeout, group, *options, auto)
     if mpu is not None:
         refuse_arrangement("mpu already fixes the ring's ranks and their order", ring_size, ring_order)
-    joined = connect
-    if ulysses_size > 1:
-        refuse_arrangement(f"ulysses_size = {ulysses_size} is not covered by the cost model", ring_size, "rank")
-        joined = partial(connect_ulysses, ulysses_size=ulysses_size)
     start_world(as_timedelta(timeout))  # an mpu may create its group when it is asked for it
     if dist.is_initialized():
         start_deepspeed()
     if mpu is not None:
         group = _sequence_parallel_group(group, mpu)
-    return join_ring("deepspeed", ring_size, layout, group, timeout, ring_order, buffer_bytes, auto, connect=joined)
+    return join_ring("deepspeed", ring_size, layout, group, timeout, *options, auto)
 
 
 def _sequence_parallel_group(group: DeviceMesh | dist.ProcessGroup | None, mpu: Any) -> dist.ProcessGroup:
@@ -99,13 +88,7 @@ class DeepSpeedRingDilatedAttention(_RingDilatedAttention):
     """Ring dilated attention whose hops are deepspeed.comm's point-to-point operations."""
 
     def ring_pass(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
-        ring = self.ring.hop_ring if isinstance(self.ring, UlyssesRing) else self.ring
-        return post_hop(ring, outgoing, incoming, tag)
-
-    def _attend(self, inputs: AttentionInputs) -> Any:
-        if isinstance(self.ring, UlyssesRing):
-            return attend_in_groups(self, self.ring, inputs)
-        return super()._attend(inputs)
+        return post_hop(self.ring, outgoing, incoming, tag)
 
 
 RingDilatedAttention = DeepSpeedRingDilatedAttention

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ring_backends.cli import options
-from ring_backends.cli.options import BranchOptions, check_kv_heads, files, ranks
+from ring_backends.cli.options import BranchOptions, check_kv_heads, files, parse_ulysses_size, ranks
 from ring_backends.cli.output import describe_branches, wide_console, write_json
 from ring_backends.comparison.compare import compare
 from ring_backends.comparison.setup import TENSORS, Setup
@@ -65,6 +65,7 @@ class CompareOptions(BranchOptions):
     causal: bool = options.causal()
     nproc_per_node: int = ranks(2, min=1, help="Ranks of the ring, all on this machine.")
     buffer_bytes: int | None = options.buffer_bytes()
+    ulysses_size: str = options.ulysses_size()
     repeats: int = ranks(3, min=1, help="Timed calls, after one warm-up call.")
     plot: Path | None = files(
         None, metavar="FILE", help="Draw time, memory and a timeline into this file (needs matplotlib)."
@@ -73,6 +74,7 @@ class CompareOptions(BranchOptions):
     def check(self) -> None:
         self.pattern().check(seq_len=self.seq_len, num_heads=self.num_heads)
         check_kv_heads("num_kv_heads", self.num_kv_heads, self.num_heads)
+        parse_ulysses_size(self.ulysses_size, self.nproc_per_node, self.num_heads)
         super().check()
 
     def setup(self) -> Setup:
@@ -86,6 +88,7 @@ class CompareOptions(BranchOptions):
             dtype=self.dtype,
             layout=self.layout,
             buffer_bytes=self.buffer_bytes,
+            ulysses_size=parse_ulysses_size(self.ulysses_size, self.nproc_per_node, self.num_heads),
             is_causal=self.causal,
             repeats=self.repeats,
             device=self.device,

@@ -30,6 +30,8 @@ from typer.models import OptionInfo
 from ring_backends.cost.branches import default_branches
 from ring_backends.plotting import check_plot
 from ring_backends.ring.launch import RankFailedError, describe
+from ring_backends.ring.topology import UlyssesSize
+from ring_backends.schedule.checks import check_group_heads, check_group_size
 from ring_backends.schedule.pattern import DilatedPattern, HeadMode, Offset, Padding
 
 Dtype = Literal["auto", "fp32", "bf16", "fp16", "fp64"]
@@ -85,6 +87,13 @@ buffer_bytes = partial(
     metavar="BYTES",
     help="As in `initialize`: communication buffers may take this many bytes, even if that is more than their share of "
     "the tensors. Default: 512 MiB on GPUs, 8 MiB on CPUs.",
+)
+ulysses_size = partial(
+    ranks,
+    "1",
+    metavar="INTEGER|auto",
+    help="As in `initialize`: how many neighbouring ranks exchange rows for heads within a call. auto: those of one "
+    "host, as far as the heads can be shared.",
 )
 started_ranks = partial(ranks, 1, min=1, help="Ranks to start on this machine. Ignored under torchrun, srun or mpirun.")
 json = partial(files, None, metavar="FILE", help="Write all results to this file.")
@@ -308,6 +317,23 @@ def check_kv_heads(name: str, num_kv_heads: int | None, num_heads: int) -> None:
     """
     if num_kv_heads is not None and num_heads % num_kv_heads:
         raise ValueError(f"{name} = {num_kv_heads}: must divide the {num_heads} query heads; use a divisor.")
+
+
+def parse_ulysses_size(text: str, ring_size: int | None, num_heads: int) -> UlyssesSize:
+    """Return the number of ranks of a group, or "auto".
+
+    Raises:
+        ValueError: the text is neither, or the number does not divide the ring size (None: unknown) or the heads.
+    """
+    if text == "auto":
+        return "auto"
+    if not re.fullmatch(r"\+?0*[1-9]\d*", text):
+        raise ValueError(f"ulysses_size = {text!r}: expected a number of at least 1, or auto; 1 exchanges no heads.")
+    size = int(text)
+    if ring_size is not None:
+        check_group_size(size, ring_size)
+    check_group_heads(size, num_heads)
+    return size
 
 
 def check_directory(name: str, path: Path) -> None:

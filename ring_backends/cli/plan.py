@@ -8,6 +8,7 @@ This module imports torch only when the command runs. The numbers come from :mod
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -16,12 +17,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ring_backends.cli import options
-from ring_backends.cli.options import PatternOptions, attention, check_kv_heads, check_positive, files, option, ranks
+from ring_backends.cli.options import (
+    PatternOptions,
+    attention,
+    check_kv_heads,
+    check_positive,
+    files,
+    option,
+    parse_ulysses_size,
+    ranks,
+)
 from ring_backends.cli.output import dtype_name, wide_console, write_json
 from ring_backends.cost import local_probe
 from ring_backends.cost.hardware import DEFAULT_POST_SECONDS, DEFAULT_TILE_SECONDS, Hardware
 from ring_backends.plotting import draw_ring_sizes
 from ring_backends.ring.launch import num_cores
+from ring_backends.ring.topology import ranks_of_one_host
 
 if TYPE_CHECKING:
     import torch
@@ -85,6 +96,18 @@ class PlanOptions(PatternOptions):
     bandwidth: float | None = _constant(
         None, metavar="BYTES/S", help="Bandwidth in each direction. Replaces the measured bandwidth."
     )
+    host_latency: float | None = _constant(
+        None,
+        metavar="SECONDS",
+        help="Latency between two ranks of one host that exchange rows for heads. Replaces the measured latency. "
+        "Default if nothing is measured: --latency.",
+    )
+    host_bandwidth: float | None = _constant(
+        None,
+        metavar="BYTES/S",
+        help="Bandwidth between two such ranks. Replaces the measured bandwidth. Default if nothing is measured: "
+        "--bandwidth.",
+    )
     flops: float | None = _constant(
         None,
         metavar="FLOP/S",
@@ -108,6 +131,7 @@ class PlanOptions(PatternOptions):
         "else the CPU. With all constants given, this machine needs no GPU."
     )
     buffer_bytes: int | None = options.buffer_bytes()
+    ulysses_size: str = options.ulysses_size()
     nproc_per_node: int | None = _constant(
         None,
         min=2,
@@ -125,8 +149,9 @@ class PlanOptions(PatternOptions):
         parse_hosts(self.hosts, self.ranks_per_host, self.ring_size)
         self.pattern().check(seq_len=self.seq_len, num_heads=self.heads)
         check_kv_heads("kv_heads", self.kv_heads, self.heads)
+        self.group_size()
         super().check()
-        for name in ("latency", "bandwidth", "flops"):
+        for name in ("latency", "bandwidth", "flops", "host_latency", "host_bandwidth"):
             check_positive(name, getattr(self, name))
         for name in ("tile_seconds", "post_seconds"):
             seconds = getattr(self, name)
@@ -142,6 +167,23 @@ class PlanOptions(PatternOptions):
                 "nproc_per_node: has no effect with --probe, which replaces the measurement; leave one of the two out."
             )
 
+    def group_size(self) -> int:
+        """How many neighbouring ranks exchange rows for heads.
+
+        Raises:
+            ValueError: ``ulysses_size`` is invalid, or "auto" without the hosts of the ranks.
+        """
+        given = parse_ulysses_size(self.ulysses_size, self.ring_size, self.heads)
+        if given != "auto":
+            return given
+        hosts = parse_hosts(self.hosts, self.ranks_per_host, self.ring_size)
+        if hosts is None:
+            raise ValueError(
+                "ulysses_size = 'auto': the hosts of the ranks are unknown; add --ranks-per-host or --hosts, or give a "
+                "number."
+            )
+        return math.gcd(ranks_of_one_host(hosts), self.ring_size, self.heads)
+
 
 def run(chosen: PlanOptions) -> None:
     """Compute the estimate, print it, and write the files."""
@@ -150,6 +192,7 @@ def run(chosen: PlanOptions) -> None:
 
     from ring_backends.cost.estimate import Estimate
     from ring_backends.cost.model import RingCost
+    from ring_backends.cost.probe import without_host_links
     from ring_backends.kernels import resolve_dtype
     from ring_backends.schedule.layout import SequenceLayout
     from ring_backends.schedule.ring_schedule import RingSchedule
@@ -158,7 +201,8 @@ def run(chosen: PlanOptions) -> None:
     on_gpu = chosen.device == "cuda" or (chosen.device == "auto" and torch.cuda.is_available())
     dtype = resolve_dtype(chosen.dtype, torch.device("cuda" if on_gpu else "cpu"))
     layout = SequenceLayout(chosen.seq_len, chosen.ring_size, chosen.layout)
-    schedule = RingSchedule(chosen.pattern(), layout, chosen.heads, chosen.kv_heads, chosen.causal)
+    call = chosen.heads, chosen.kv_heads, chosen.causal
+    schedule = RingSchedule(chosen.pattern(), layout, *call, chosen.group_size())
     cost = RingCost(schedule, chosen.batch, chosen.head_dim, dtype.itemsize, buffer_bytes=chosen.buffer_bytes)
     hardware, probe, source = _hardware(chosen, dtype, console, on_gpu=on_gpu)
     device_type = probe["device_type"] if probe else "cuda" if on_gpu else "cpu"
@@ -167,6 +211,8 @@ def run(chosen: PlanOptions) -> None:
     cost = dataclasses.replace(cost, device_type=device_type)
     memory = parse_bytes("memory", chosen.memory)
     hosts = parse_hosts(chosen.hosts, chosen.ranks_per_host, chosen.ring_size)
+    if hosts is not None and ranks_of_one_host(hosts) % schedule.ulysses_size:
+        hardware = without_host_links(hardware)
     estimate = Estimate(cost, hardware, memory)
     between_hosts = None if hosts is None else estimate.bytes_between_hosts(hosts)
 
@@ -204,6 +250,7 @@ def _hardware(
     latency, bandwidth, flops = chosen.latency, chosen.bandwidth, chosen.flops
     of_host = {"tile_seconds": chosen.tile_seconds, "post_seconds": chosen.post_seconds}
     links = {"latency_seconds": latency, "bytes_per_second": bandwidth, **of_host}
+    links |= {"host_latency_seconds": chosen.host_latency, "host_bytes_per_second": chosen.host_bandwidth}
     changes: dict[str, Any] = {name: value for name, value in links.items() if value is not None}
     if flops is not None:
         changes |= {"forward_flops_per_second": flops, "backward_flops_per_second": flops}
@@ -226,7 +273,7 @@ def _hardware(
     if flops is not None:
         changes |= {"causal_forward_flops_per_second": None, "causal_backward_flops_per_second": None}
         changes |= {"row_keys": 0.0, "causal_row_keys": 0.0, "copy_bytes_per_second": None}
-    options_given = ("latency", "bandwidth", "flops", *of_host)
+    options_given = ("latency", "bandwidth", "host_latency", "host_bandwidth", "flops", *of_host)
     given = [name for name in options_given if getattr(chosen, name) is not None]
     source += (
         f": {probe['ranks']} ranks at once, {probe['transport']}, {probe['device']}, {probe['dtype']}, head dim "
@@ -259,6 +306,7 @@ def _column(cost: dict[str, Any]) -> dict[str, str]:
         "LSE": cost["lse_bytes"],
         "wire buffers, at most": cost["communication_bytes"],
         "rows and sums of the largest tiles": cost["tile_bytes"],
+        "exchanges of rows for heads": cost["exchange_bytes"],
         "total memory": cost["memory_bytes"],
         **{f"sent {direction}": size for direction, size in cost["bytes_sent"].items()},
     }

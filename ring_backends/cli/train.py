@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ring_backends.cli import options
-from ring_backends.cli.options import PatternOptions, check_positive, files, option, ranks
+from ring_backends.cli.options import PatternOptions, check_positive, files, option, parse_ulysses_size, ranks
 from ring_backends.cli.text import Document, standard_library_sources
 
 _LONGEST_TIMEOUT = 365 * 24 * 3600
@@ -32,6 +32,7 @@ class TrainOptions(PatternOptions):
     ring_size: int | None = ranks(None, min=1, help="Ranks that share one sequence. Default: all ranks.")
     timeout: float = ranks(300.0, metavar="SECONDS", help="Longest time that a rank waits for a hop.")
     buffer_bytes: int | None = options.buffer_bytes()
+    ulysses_size: str = options.ulysses_size()
     seq_len: int = options.seq_len(131072)
     num_heads: int = options.num_heads(4)
     num_kv_heads: int | None = options.num_kv_heads()
@@ -64,6 +65,7 @@ class TrainOptions(PatternOptions):
 
     def check(self) -> None:
         self.pattern().check(seq_len=self.seq_len, num_heads=self.num_heads)
+        parse_ulysses_size(self.ulysses_size, self.ring_size, self.num_heads)
         self.document()
         super().check()
         for name in ("lr", "timeout", "max_grad_norm"):

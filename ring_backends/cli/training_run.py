@@ -26,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 
 from ring_backends.cli.language_model import LongNetLM, make_optimizer, training_dtype
+from ring_backends.cli.options import parse_ulysses_size
 from ring_backends.cli.output import describe_branches, dtype_name, write_json
 from ring_backends.cli.train import TrainOptions
 from ring_backends.cost.machine import device_name, peak_memory_bytes, select_device
@@ -43,7 +44,7 @@ _LINES_OFF_TERMINAL = 20
 # Options that may differ between a run and its continuation.
 _MAY_DIFFER_ON_RESUME = (
     *("steps", "device", "nproc_per_node", "ring_size", "layout", "timeout", "kernel", "activation_checkpointing"),
-    *("buffer_bytes", "save", "save_every", "resume", "json"),
+    *("buffer_bytes", "ulysses_size", "save", "save_every", "resume", "json"),
 )
 
 
@@ -62,6 +63,7 @@ def run(options: TrainOptions) -> None:
         layout=options.layout,
         timeout=timedelta(seconds=options.timeout),
         buffer_bytes=options.buffer_bytes,
+        ulysses_size=parse_ulysses_size(options.ulysses_size, options.ring_size, options.num_heads),
     )
     TrainingRun(options, backend, ring, device).train()
     if dist.is_initialized():

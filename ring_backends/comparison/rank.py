@@ -84,7 +84,8 @@ def measure(setup: Setup, name: str, directory: Path) -> dict[str, Any]:
     device = select_device(setup.device)
     is_adapter = name not in (ALL_GATHER, ONE_RANK)
     module = load_adapter(name if is_adapter else "native")
-    ring: Ring = module.initialize(layout=setup.layout, buffer_bytes=setup.buffer_bytes)
+    groups = setup.ulysses_size if is_adapter else 1
+    ring: Ring = module.initialize(layout=setup.layout, buffer_bytes=setup.buffer_bytes, ulysses_size=groups)
     # A small call first, so that loading libraries and opening connections are not measured.
     small = dataclasses.replace(setup, seq_len=_WARM_UP_TOKENS * ring.size)
     _Call(small, name, ring, module, device).seconds()

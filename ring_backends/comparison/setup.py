@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ring_backends.schedule.pattern import DilatedPattern
 
 if TYPE_CHECKING:
+    from ring_backends.ring.topology import UlyssesSize
     from ring_backends.schedule.layout import LayoutKind
 
 ALL_GATHER = "all-gather"
@@ -26,7 +27,7 @@ class Setup:
         num_heads, num_kv_heads, head_dim: sizes of the inputs.
         dtype: ``"auto"``, ``"fp32"``, ``"bf16"``, ``"fp16"`` or ``"fp64"``.
         layout: ``"contiguous"`` or ``"zigzag"``.
-        buffer_bytes: as in ``initialize``.
+        buffer_bytes, ulysses_size: as in ``initialize``.
         is_causal: whether a query sees only keys up to its position.
         repeats: number of timed calls. The first call, which measures the memory, is not timed.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
@@ -42,6 +43,7 @@ class Setup:
     dtype: str
     layout: LayoutKind
     buffer_bytes: int | None
+    ulysses_size: UlyssesSize
     is_causal: bool
     repeats: int
     device: str

@@ -19,13 +19,13 @@ import torch
 from ring_backends.cost.hardware import Hardware
 from ring_backends.cost.machine import available_memory_bytes, device_of_this_rank
 from ring_backends.cost.model import RingCost, smallest_rings
-from ring_backends.cost.probe import RankProbe, slowest
+from ring_backends.cost.probe import RankProbe, with_host_links, without_host_links
 from ring_backends.errors import RingMismatchError
 from ring_backends.kernels import resolve_dtype
 from ring_backends.ring.decision import decide_on_rank0
 from ring_backends.ring.differences import describe_differences
-from ring_backends.ring.topology import RingOrder, host_name, topology_order
-from ring_backends.schedule.checks import check_integer
+from ring_backends.ring.topology import RingOrder, UlyssesSize, host_name, ranks_of_one_host, topology_order
+from ring_backends.schedule.checks import check_group_size, check_integer
 from ring_backends.schedule.layout import LayoutKind, SequenceLayout
 from ring_backends.schedule.pattern import DilatedPattern, HeadMode, Offset, Padding
 from ring_backends.schedule.ring_schedule import RingSchedule
@@ -142,6 +142,7 @@ def arrange(
     world_size: int,
     ring_order: RingOrder,
     buffer_bytes: int | None,
+    ulysses_size: UlyssesSize,
     auto: Mapping[str, Any],
 ) -> tuple[int | None, tuple[int, ...]]:
     """Choose the ring size, and the order of the world's ranks. Rings are cut from this order.
@@ -149,29 +150,32 @@ def arrange(
     ``ring_size="auto"`` and ``ring_order="topology"`` communicate. All ranks of the world must make this call.
 
     Args:
-        buffer_bytes: as in ``initialize``.
+        buffer_bytes, ulysses_size: as in ``initialize``.
         auto: options, which :func:`check_arrangement` has checked.
 
     Returns:
         The ring size (None if the caller gave None) and the order.
 
     Raises:
-        ValueError: no ring that divides the world fits into the memory.
+        ValueError: no ring that divides the world fits into the memory, or ``ulysses_size`` does not divide the world.
         RingMismatchError: the ranks pass different arguments.
         RingPeerError: a rank did not make this call in time.
     """
     order = tuple(range(world_size))
     if ring_size != "auto" and (ring_order == "rank" or world_size == 1):
         return ring_size, order
+    if ring_size == "auto" and ulysses_size != "auto":
+        check_group_size(ulysses_size, world_size)
     device, given = device_of_this_rank(), auto.get("memory_bytes")
     memory = available_memory_bytes(device) if given is None else given
     if world_size == 1:
-        return _choose(_cost(layout, auto, device, buffer_bytes), world_size, memory, None), order
+        return _choose(_cost(layout, auto, device, buffer_bytes), [1], memory, None), order
     asked: dict[str, object] = {
         "ring_size": ring_size,
         "layout": layout,
         "ring_order": ring_order,
         "buffer_bytes": buffer_bytes,
+        "ulysses_size": ulysses_size,
     }
     for name, value in {**auto, **(dataclasses.asdict(_pattern(auto)) if auto else {})}.items():
         if name != "memory_bytes":
@@ -185,26 +189,37 @@ def arrange(
     memory_name = f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else "cpu"
     # Ranks with the same pool share it. A number of bytes that the user gave is each rank's own.
     pool = None if given is not None else f"{host} {memory_name}"
-    measured = {"hardware": dataclasses.asdict(found), "memory": memory, "memory_pool": pool}
+    measured = {"hardware": dataclasses.asdict(found), "memory": memory, "memory_pool": pool, "host": host}
 
     def choose(reports: list[dict[str, Any]]) -> int:
         ranks_of = Counter(report["memory_pool"] for report in reports)
         shares = [r["memory"] // (ranks_of[r["memory_pool"]] if r["memory_pool"] else 1) for r in reports]
-        hardware = slowest([Hardware.of(report["hardware"]) for report in reports])
-        return _choose(_cost(layout, auto, device, buffer_bytes), world_size, min(shares), hardware)
+        hosts = [reports[rank]["host"] for rank in order]
+        sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        group_size = ranks_of_one_host(hosts)
+        if ulysses_size != "auto":
+            sizes, group_size = [size for size in sizes if size % ulysses_size == 0], ulysses_size
+        hardware = with_host_links([Hardware.of(reports[rank]["hardware"]) for rank in order], hosts)
+        if ranks_of_one_host(hosts) % group_size:
+            hardware = without_host_links(hardware)
+        cost = dataclasses.replace(_cost(layout, auto, device, buffer_bytes), ulysses_size=group_size)
+        return _choose(cost, sizes, min(shares), hardware)
 
     return int(decide_on_rank0(measured, choose, _DECISION_TIMEOUT)), order
 
 
-def _choose(cost: RingCost, world_size: int, memory: int, hardware: Hardware | None) -> int:
-    """Return the smallest ring that fits and is faster than one device, or else the smallest ring that fits."""
-    sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+def _choose(cost: RingCost, sizes: list[int], memory: int, hardware: Hardware | None) -> int:
+    """Return the smallest ring that fits and is faster than one device, or else the smallest ring that fits.
+
+    Args:
+        sizes: the ring sizes to choose from, in ascending order.
+    """
     choice = smallest_rings(cost, memory, hardware, sizes=sizes)
     if choice.fits is None:
-        needed = int(cost.on_ring(world_size).memory_bytes.max())
+        needed = int(cost.on_ring(sizes[-1]).memory_bytes.max())
         raise ValueError(
             f"ring_size = 'auto': one attention call over {cost.schedule.layout.seq_len:,} tokens needs "
-            f"{needed:,} bytes per rank on a ring of all {world_size} ranks, but each rank "
+            f"{needed:,} bytes per rank on a ring of all {sizes[-1]} ranks, but each rank "
             f"has only {memory:,} bytes; start more ranks, pass a larger memory_bytes, or pass a number as ring_size."
         )
     return choice.fits_and_pays or choice.fits

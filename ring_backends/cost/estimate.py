@@ -68,12 +68,13 @@ class Estimate:
         """Records with ``ring_size``, ``seconds`` and ``memory_bytes``.
 
         The ring sizes are the powers of two up to 64 or the ring's size, whichever is larger, and the ring's size. No
-        power of two exceeds the length of the sequence.
+        power of two exceeds the length of the sequence, or cannot be cut into the groups of the schedule.
         """
         ring_size = self.ring.ring_size
         largest = min(max(ring_size, 64), self.schedule.layout.seq_len)
         powers = {2**power for power in range(_MAX_POWER + 1) if 2**power <= largest}
-        costs = [self.ring.on_ring(size) for size in sorted({*powers, ring_size})]
+        in_groups = {size for size in powers if size == 1 or size % self.schedule.ulysses_size == 0}
+        costs = [self.ring.on_ring(size) for size in sorted({*in_groups, ring_size})]
         return [
             {
                 "ring_size": cost.ring_size,
@@ -160,6 +161,7 @@ class Estimate:
             "lse_bytes": int(cost.lse_bytes.max()),
             "communication_bytes": cost.communication_bytes,
             "tile_bytes": int(cost.tile_bytes.max()),
+            "exchange_bytes": int(cost.exchange_bytes.max()),
             "memory_bytes": int(cost.memory_bytes.max()),
             "bytes_sent": _both(lambda backward: int(cost.sent_bytes(backward=backward).max())),
             "flops": _both(lambda backward: float(cost.flops(backward=backward).max())),

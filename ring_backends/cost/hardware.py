@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_MAY_BE_ZERO = ("latency_seconds", "row_keys", "causal_row_keys", "tile_seconds", "post_seconds", "overlap")
+_MAY_BE_ZERO = (
+    *("latency_seconds", "host_latency_seconds", "row_keys", "causal_row_keys", "tile_seconds", "post_seconds"),
+    "overlap",
+)
 
 DEFAULT_TILE_SECONDS = 120e-6
 """Time that the host needs to launch a tile on a GPU, if it was not measured.
@@ -29,6 +32,8 @@ class Hardware:
     Attributes:
         latency_seconds: fixed time of a hop, whatever its size.
         bytes_per_second: bandwidth of a link in each direction, while both directions are in use.
+        host_latency_seconds, host_bytes_per_second: the same of a link between two ranks of one host, over which groups
+            of ranks exchange rows for heads. None: as of other links.
         forward_flops_per_second: FLOP/s of a long tile in forward, which has two matrix products.
         backward_flops_per_second: FLOP/s of a long tile in backward, which has five matrix products.
         causal_forward_flops_per_second, causal_backward_flops_per_second: FLOP/s of a long causal tile. Only visible
@@ -67,6 +72,8 @@ class Hardware:
     overlap: float = 1.0
     speed_alone: float = 1.0
     memory_bytes: int | None = None
+    host_latency_seconds: float | None = None
+    host_bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

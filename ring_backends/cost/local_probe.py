@@ -45,6 +45,9 @@ def measure(num_ranks: int, dtype: str, device: str, head_dim: int = 64) -> dict
     threads = int(os.environ.get("OMP_NUM_THREADS", num_cores()))
     found = launch(_measure_rank, (dtype, device, head_dim, threads), num_ranks)
     hardware = slowest([rank["hardware"] for rank in found])
+    # All ranks are on this machine. If others are not, `plan` gets the latency and bandwidth between hosts as options.
+    latency, bandwidth = hardware.latency_seconds, hardware.bytes_per_second
+    hardware = dataclasses.replace(hardware, host_latency_seconds=latency, host_bytes_per_second=bandwidth)
     return {
         **found[0],
         "latency_seconds": max(rank["latency_seconds"] for rank in found),

@@ -15,11 +15,14 @@ Memory, bytes and FLOPs are counted. Seconds are estimated by this model. Its co
 - A hop is posted before the tiles of the previous step. The share ``overlap`` of the hop overlaps with these tiles. No
   hop overlaps with the tiles of the last step, or of a lot after which the next one is sent. The last hop of dK and dV
   overlaps with no tile.
+- Within a group of ranks that exchange rows for heads, messages have the latency and bandwidth of links within a host,
+  and overlap with nothing.
 - A call takes as long as its slowest rank.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -68,6 +71,10 @@ class RingCost:
             the model does not know ``grad_wire_dtype``.
         device_type: type of the ranks' devices. It decides how finely hops, heads and tiles are cut.
         buffer_bytes: as in ``initialize``.
+        ulysses_size: on another ring, ranks form the largest groups whose size divides this number, the ring size and
+            the query heads (:meth:`on_ring`). None is that of the schedule.
+
+    With groups of ranks (``schedule.ulysses_size``), hops are those of the member of each group with the most work.
 
     Raises:
         ValueError, TypeError: ``batch``, ``head_dim`` or ``itemsize`` is not an int of at least 1, or the call is too
@@ -80,8 +87,11 @@ class RingCost:
     itemsize: int
     device_type: str = "cpu"
     buffer_bytes: int | None = None
+    ulysses_size: int | None = None
 
     def __post_init__(self) -> None:
+        if self.ulysses_size is None:
+            object.__setattr__(self, "ulysses_size", self.schedule.ulysses_size)
         for name in ("batch", "head_dim", "itemsize"):
             check_integer(name, getattr(self, name), 1)
         given, pattern = self.schedule, self.schedule.pattern
@@ -92,7 +102,7 @@ class RingCost:
                 f"num_heads = {given.num_heads}{offsets}: at most {_MAX_STREAMS:,} heads × offsets are counted; give "
                 "fewer."
             )
-        heads = 4 * (given.num_heads + given.kv_heads)
+        heads = 4 * (given.num_heads + len(given.kv_heads))
         total = given.layout.seq_len * heads * self.batch * self.head_dim * self.itemsize
         if total >= _MAX_BYTES:
             raise ValueError(
@@ -109,8 +119,20 @@ class RingCost:
         """The cost of the same call on a ring of ``ring_size`` ranks."""
         given = self.schedule
         layout = SequenceLayout(given.layout.seq_len, ring_size, given.layout.kind)
-        schedule = RingSchedule(given.pattern, layout, given.num_heads, given.kv_heads, given.is_causal)
-        return replace(self, schedule=schedule)
+        assert self.ulysses_size is not None
+        group_size = math.gcd(self.ulysses_size, ring_size, given.num_heads)
+        call = given.num_heads, given.num_kv_heads, given.is_causal
+        return replace(self, schedule=RingSchedule(given.pattern, layout, *call, group_size))
+
+    @cached_property
+    def _hops(self) -> RingCost:
+        """The cost of the hops between groups. Its ranks are the groups. Without groups, it is this cost itself."""
+        members = self.schedule.of_members
+        if len(members) == 1:
+            return self
+        if self.schedule.pattern.head_mode != "grouped":  # all have as many heads in each branch
+            return replace(self, schedule=members[0])
+        return replace(self, schedule=max(members, key=lambda member: float(member.pairs.sum())))
 
     @property
     def _statistics_itemsize(self) -> int:
@@ -132,7 +154,7 @@ class RingCost:
     @property
     def tensor_bytes(self) -> Tensor:
         """Bytes of query, key, value, out and their gradients: int64 [ring size]."""
-        heads = 4 * (self.schedule.num_heads + self.schedule.kv_heads)
+        heads = 4 * (len(self.schedule.heads) + len(self.schedule.kv_heads))
         return self.tokens * (heads * self.batch * self.head_dim * self.itemsize)
 
     @property
@@ -147,7 +169,7 @@ class RingCost:
         return {name: getattr(self, name) for name in names}
 
     def _travel(self, *, backward: bool) -> Travel:
-        return self.schedule.travel(**self.sizes, backward=backward)
+        return self._hops.schedule.travel(**self.sizes, backward=backward)
 
     @cached_property
     def communication_bytes(self) -> int:
@@ -173,22 +195,37 @@ class RingCost:
         gathered = torch.minimum(self.tensor_bytes // blocks, 8 * cut)
         if self.itemsize >= 4:
             return gathered
-        heads = self.schedule.num_heads + 2 * self.schedule.kv_heads
+        heads = self.schedule.num_heads + 2 * len(self.schedule.kv_heads)
         alive = min(2, blocks)
         return gathered + self.tokens * (alive * heads * self.batch * self.head_dim * 4) // blocks
 
     @property
     def memory_bytes(self) -> Tensor:
-        """The bytes of tensors, LSE, wire buffers and the largest tile together: int64 [ring size]."""
-        return self.tensor_bytes + self.lse_bytes + self.communication_bytes + self.tile_bytes
+        """The bytes of tensors, LSE, wire buffers, the largest tile and exchanges together: int64 [ring size]."""
+        return self.tensor_bytes + self.lse_bytes + self.communication_bytes + self.tile_bytes + self.exchange_bytes
+
+    @property
+    def exchange_bytes(self) -> Tensor:
+        """Bytes of the group's rows of own heads, and of the messages that exchange them, at most twice the tensors."""
+        if self._hops is self:
+            return torch.zeros_like(self.tokens)
+        return 2 * self._hops.tensor_bytes.repeat_interleave(self.schedule.ulysses_size)
 
     # Bytes and FLOPs
 
     def sent_bytes(self, *, backward: bool = False) -> Tensor:
         """Bytes that each rank sends, as ``RingSchedule.wire_bytes`` counts them: int64 [ring size]."""
+        if self._hops is not self:
+            exchanged = self.schedule.exchanged_bytes(**self._widths, backward=backward)
+            members = [replace(self, schedule=schedule) for schedule in self.schedule.of_members]
+            return exchanged + torch.stack([member.sent_bytes(backward=backward) for member in members], 1).flatten()
         keys, grads = self._row_bytes
         sent = self._travel(backward=backward).key_rows_sent * keys
         return sent + self.schedule.rows_received * grads if backward else sent
+
+    @property
+    def _widths(self) -> dict[str, int]:
+        return {"batch": self.batch, "head_dim": self.head_dim, "itemsize": self.itemsize}
 
     @property
     def _row_bytes(self) -> tuple[int, int]:
@@ -234,6 +271,8 @@ class RingCost:
 
     def seconds(self, hardware: Hardware, *, backward: bool = False) -> Tensor:
         """Estimated seconds of the busiest ranks: float64 [ranks]."""
+        if self._hops is not self:
+            return self._hops.seconds(hardware, backward=backward) + self._exchange_seconds(hardware, backward=backward)
         compute, last, host = self._compute_seconds(hardware, backward=backward)
         travel = self._travel(backward=backward)
         blocks, shares = travel.cuts
@@ -250,6 +289,20 @@ class RingCost:
             last_hop = (moved / 2 * share + latencies / hops * hardware.latency_seconds) * (moved > 0)
         hidden = hardware.overlap * torch.minimum(communication - last_hop, compute - last)
         return torch.maximum(compute + communication - hidden, host + latencies * hardware.post_seconds * (moved > 0))
+
+    def _exchange_seconds(self, hardware: Hardware, *, backward: bool) -> float:
+        """Seconds of the exchanges of rows for heads. Only those of queries overlap with hops, which is not counted.
+
+        A forward has three exchanges, and a backward has four.
+        """
+        latency, bandwidth = hardware.latency_seconds, hardware.bytes_per_second
+        if hardware.host_latency_seconds is not None:
+            latency = hardware.host_latency_seconds
+        if hardware.host_bytes_per_second is not None:
+            bandwidth = hardware.host_bytes_per_second
+        sent = float(self.schedule.exchanged_bytes(**self._widths, backward=backward).max())
+        posts = (4 if backward else 3) * (1 + MESSAGE_COST * (self.schedule.ulysses_size - 2))
+        return sent / bandwidth + posts * max(latency, hardware.post_seconds)
 
     def call_seconds(self, hardware: Hardware, *, backward: bool = False) -> float:
         """Estimated seconds of the slowest rank."""
@@ -281,7 +334,8 @@ class RingCost:
         steps = max(1, travel.num_steps * blocks * shares + len(travel.lots))
         hiding = sum(after.step - after.num_hops <= before.step for before, after in pairwise(travel.lots))
         exposed = max(1, len(travel.lots) - hiding) / steps
-        speed = hardware.speed_alone if self.ring_size == 1 else 1.0
+        layout = self.schedule.layout
+        speed = hardware.speed_alone if layout.ring_size * layout.group_size == 1 else 1.0
         per_tile = blocks * hardware.tile_seconds
         others = (chained_tiles * shares + other_tiles) * per_tile
         host = own_tiles * per_tile + others
@@ -323,15 +377,17 @@ def smallest_rings(
         cost: the attention call, on a ring of any size.
         memory_bytes: memory of one rank.
         hardware: constants for the seconds. None: search only for a ring that fits.
-        sizes: ring sizes to choose from, in ascending order. None: all sizes up to ``MAX_RING_SIZE``. The search is
-            then a bisection. It assumes that memory per rank falls as the ring grows, and that all rings from the
-            smallest that pays to the fastest pay.
+        sizes: ring sizes to choose from, in ascending order. None: all multiples of ``cost.ulysses_size`` up to
+            ``MAX_RING_SIZE``. The search is then a bisection. It assumes that memory per rank falls as the ring grows,
+            and that all rings from the smallest that pays to the fastest pay.
     """
-    largest = min(MAX_RING_SIZE, cost.schedule.layout.seq_len)
+    unit = cost.ulysses_size or 1
+    largest = min(MAX_RING_SIZE, cost.schedule.layout.seq_len) // unit
 
     def smallest(holds: Callable[[RingCost], bool], first: int) -> int | None:
         if sizes is None:
-            return _smallest(lambda size: holds(cost.on_ring(size)), first, largest)
+            found = _smallest(lambda number: holds(cost.on_ring(unit * number)), -(-first // unit), largest)
+            return None if found is None else unit * found
         return next((size for size in sizes if size >= first and holds(cost.on_ring(size))), None)
 
     def fits(ring: RingCost) -> bool:

@@ -274,3 +274,27 @@ def slowest(found: Sequence[Hardware]) -> Hardware:
         speed_alone=max(hardware.speed_alone for hardware in found),
         **{name: least(name) for name in minima},
     )
+
+
+def without_host_links(hardware: Hardware) -> Hardware:
+    """The constants where groups of ranks do not lie within hosts, so that all links are alike."""
+    return dataclasses.replace(hardware, host_latency_seconds=None, host_bytes_per_second=None)
+
+
+def with_host_links(found: Sequence[Hardware], hosts: Sequence[str]) -> Hardware:
+    """The constants of the slowest rank (:func:`slowest`), with those of links within a host where there are others.
+
+    Args:
+        found: the constants of the ranks in ring order. Each rank has measured hops to and from its neighbours.
+        hosts: the host of each rank.
+    """
+    hardware, number = slowest(found), len(found)
+    places = [{hosts[rank - 1], hosts[rank], hosts[(rank + 1) % number]} for rank in range(number)]
+    within = [of_rank for of_rank, neighbours in zip(found, places, strict=True) if len(neighbours) == 1]
+    if not within or len(within) == number:
+        return hardware
+    return dataclasses.replace(
+        hardware,
+        host_latency_seconds=max(of_rank.latency_seconds for of_rank in within),
+        host_bytes_per_second=min(of_rank.bytes_per_second for of_rank in within),
+    )

@@ -44,7 +44,7 @@ def work_of(schedule: RingSchedule, travel: Travel, rank: int) -> RankWork:
     Args:
         travel: along which trees the rows of other ranks travel.
     """
-    work, builder = RankWork(), BlockBuilder(schedule, travel, rank, 0, schedule.kv_heads)
+    work, builder = RankWork(), BlockBuilder(schedule, travel, rank)
     for branch in schedule.branches:
         own, others = builder.local_tiles(branch)
         for tile in own:

@@ -72,7 +72,7 @@ class Binding:
         if ring.connected is not None:
             ring.connect(begun, call.pairs(inputs, needs_gradients=needs_gradients), inputs.query)
         memory = ring.wire_memory.of_call(inputs.query)
-        return Hops(ring.rank, self.ring_pass, begun, ring.agreement, ring.traffic, memory)
+        return Hops(ring.rank, self.ring_pass, begun, ring.agreement, ring.traffic, memory, call.ring_ranks)
 
 
 def _refuse_tangents(inputs: AttentionInputs) -> None:

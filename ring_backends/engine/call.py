@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
@@ -34,6 +35,7 @@ from ring_backends.kernels.triton_score_mod import UntranslatableError, translat
 from ring_backends.ring.calls import Configuration
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.checks import check_integer
+from ring_backends.schedule.exchange import HeadExchange
 from ring_backends.schedule.layout import SequenceLayout
 from ring_backends.schedule.pattern import DilatedPattern
 from ring_backends.schedule.planner import rank_plan
@@ -115,8 +117,9 @@ class AttentionCall:
     """How this rank computes one checked call. It holds no tensors of the call, so autograd may keep it.
 
     Attributes:
-        schedule: the schedule of the ring.
-        rank: the ring rank.
+        schedule: the schedule of the ring; or with an exchange, that of the groups, for the heads of this rank.
+        rank: the ring rank; or with an exchange, the number of this rank's group.
+        exchange: what this rank exchanges with its group; None without groups.
         kernel: the kernel that computes the tiles.
         in_place: the kernels that compute some dilated branches instead, by the branch's index.
         few_hops: whether rows may travel along trees other than chains.
@@ -136,6 +139,7 @@ class AttentionCall:
     in_place: Mapping[int, Kernel] = field(default_factory=dict)
     few_hops: bool = True
     buffer_bytes: int | None = None
+    exchange: HeadExchange | None = None
     _plans: dict[bool, RankPlan] = field(default_factory=dict, init=False, compare=False, repr=False)
     _pairs: dict[bool, frozenset[tuple[int, int]]] = field(default_factory=dict, init=False, compare=False, repr=False)
     _configurations: dict[object, Configuration] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -143,6 +147,11 @@ class AttentionCall:
     @property
     def layout(self) -> SequenceLayout:
         return self.schedule.layout
+
+    @property
+    def ring_ranks(self) -> range:
+        """The ring rank of each rank of the schedule."""
+        return range(self.layout.ring_size) if self.exchange is None else self.exchange.hop_ranks
 
     def plan(self, inputs: AttentionInputs, *, backward: bool) -> RankPlan:
         """This rank's part of the schedule, in a forward or in a backward. All inputs of a call have the same sizes."""
@@ -157,14 +166,18 @@ class AttentionCall:
         """
         for backward in (False, True)[: 1 + needs_gradients]:
             if backward not in self._pairs:
-                self._pairs[backward] = self.plan(inputs, backward=backward).pairs
+                of_plan, ring_ranks = self.plan(inputs, backward=backward).pairs, self.ring_ranks
+                pairs = frozenset((ring_ranks[source], ring_ranks[destination]) for source, destination in of_plan)
+                self._pairs[backward] = pairs if self.exchange is None else pairs | self.exchange.pairs
             yield from self._pairs[backward]
 
     def _plan(self, inputs: AttentionInputs, *, backward: bool) -> RankPlan:
         query = inputs.query
         tile_bytes = None  # a kernel that reads rows in place needs no memory for tiles
         if not self.kernel.reads_in_place:
-            tile_bytes = max_tile_bytes(query.device, query.nbytes, backward=backward)
+            rows = self.layout.local_len(self.rank) * len(self.schedule.heads)
+            query_bytes = query.shape[0] * rows * query.shape[3] * query.dtype.itemsize
+            tile_bytes = max_tile_bytes(query.device, query_bytes, backward=backward)
         return rank_plan(
             self.schedule,
             self.rank,
@@ -203,6 +216,7 @@ class AttentionCall:
                 "document_ids": "none" if documents is None else f"given, {documents.dtype}",
                 "dropout_p": 0.0 if self.dropout is None else self.dropout.p,
                 "buffer_bytes": self.buffer_bytes,
+                "ulysses_size": 1 if self.exchange is None else self.exchange.group_size,
                 "grad_wire_dtype": "none" if self.grad_wire_dtype is None else str(self.grad_wire_dtype),
                 "gradients": "needed" if needs_gradients else "not needed",
             }
@@ -247,17 +261,20 @@ def local_rows(call: AttentionCall, inputs: AttentionInputs) -> StepRows:
         return rows
     with mode_of(query):
         positions = call.layout.positions(call.rank, query.device)
-    rows = replace(rows, score_mod=inputs.score_mod, positions=positions)
-    return rows if call.dropout is None else _with_dropout(rows, inputs, call.dropout, positions)
+    first_head = call.schedule.heads.start
+    rows = replace(rows, score_mod=inputs.score_mod, positions=positions, first_head=first_head)
+    return rows if call.dropout is None else _with_dropout(rows, inputs, call.dropout, positions, call.schedule.heads)
 
 
-def _with_dropout(rows: StepRows, inputs: AttentionInputs, dropout: Dropout, positions: Tensor) -> StepRows:
+def _with_dropout(
+    rows: StepRows, inputs: AttentionInputs, dropout: Dropout, positions: Tensor, heads: range
+) -> StepRows:
     query, key, seed = rows.query, rows.key, 0
     assert inputs.dropout_seed is not None
     if has_values(inputs.dropout_seed):
         seed = int(inputs.dropout_seed)  # it is on the CPU
     with mode_of(query):
-        query_words = dropout.query_words(seed, positions, query.shape[0], query.shape[2])
+        query_words = dropout.query_words(seed, positions, query.shape[0], heads)
         key_words = dropout.key_words(seed, positions)[:, None].expand(*key.shape[:3])
     return replace(rows, dropout=dropout, dropout_seed=seed, query_words=query_words, key_words=key_words)
 
@@ -273,6 +290,9 @@ _PLAIN = {Tensor, Parameter}
 
 _OPTIONS = {(bool, bool, int), (bool, bool, NoneType)}
 """The types of is_causal, return_lse and seq_len of such calls."""
+
+MAX_IMBALANCE = 1.5
+"""How many times the mean work of a group's ranks one may have without a warning."""
 
 MAX_CALLS = 512
 """How many configurations of calls are kept."""
@@ -291,7 +311,15 @@ def look_up(
     """Like :func:`check_call`, but a configuration that was checked before is not checked again."""
     if inputs.score_mod is not None:
         inputs = _with_translation(inputs, kernel)
-    of_ring = ring.size, ring.rank, ring.layout_kind, ring.data_rank, ring.buffer_bytes
+    of_ring = (
+        ring.size,
+        ring.rank,
+        ring.layout_kind,
+        ring.data_rank,
+        ring.buffer_bytes,
+        ring.ulysses_size,
+        ring.fits_heads,
+    )
     settings = pattern, *of_ring, scale, kernel, grad_wire_dtype
     key = _key(inputs, kernel, settings) if isinstance(kernel, str) else None
     call = None if key is None else _calls.get(key)
@@ -394,7 +422,12 @@ def check_call(
     layout = check_layout(query.shape[1], inputs.seq_len, ring)
     if inputs.score_mod is not None:
         _check_score_mod(inputs, layout)
-    schedule = _schedule(pattern, layout, query.shape[2], key.shape[2], inputs.is_causal)
+    sizes = query.shape[2], key.shape[2], inputs.is_causal, ring.group_size(query.shape[2])
+    whole = _schedule(pattern, layout, *sizes)
+    schedule, rank = whole.of_rank(ring.rank)
+    exchange = None if schedule is whole else whole.exchange(ring.rank)
+    if exchange is not None and ring.rank == 0 and pattern.head_mode == "grouped":
+        _warn_of_idle_ranks(_work_of_members(whole))
     dropout = None
     if inputs.dropout_p and inputs.dropout_seed is not None:
         dropout = Dropout(inputs.dropout_p, ring.data_rank)
@@ -409,10 +442,29 @@ def check_call(
         value_dim=value.shape[3],
     )
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    chosen, in_place = kernels_of_call(kernel, needs, pattern, layout)
-    return inputs, AttentionCall(
-        schedule, ring.rank, chosen, scale, dropout, in_place=in_place, buffer_bytes=ring.buffer_bytes
-    )
+    chosen, in_place = kernels_of_call(kernel, needs, pattern, schedule.layout)
+    of_ring: dict[str, Any] = {"buffer_bytes": ring.buffer_bytes, "exchange": exchange}
+    return inputs, AttentionCall(schedule, rank, chosen, scale, dropout, in_place=in_place, **of_ring)
+
+
+@untraced
+def _work_of_members(schedule: RingSchedule) -> list[float]:
+    """The share of a group's work that each of its ranks has."""
+    pairs = [float(of_member.pairs.sum()) for of_member in schedule.of_members]
+    return [of_member / sum(pairs) for of_member in pairs]
+
+
+def _warn_of_idle_ranks(work: list[float]) -> None:
+    """Warn if a rank of a group has much more work than others, because its heads run other branches."""
+    ratio = max(work) * len(work)
+    if ratio > MAX_IMBALANCE:
+        shares = ", ".join(f"{share:.0%}" for share in work)
+        warnings.warn(
+            f"ulysses_size = {len(work)} with head_mode='grouped': the ranks of a group have {shares} of its work, "
+            f"since their heads run different branches, so the busiest takes {ratio:.1f} times as long as with equal "
+            "shares; use a smaller ulysses_size, or branches with equal work.",
+            stacklevel=3,
+        )
 
 
 def _check_score_mod(inputs: AttentionInputs, layout: SequenceLayout) -> None:
@@ -471,9 +523,14 @@ def cast_inputs(inputs: AttentionInputs) -> AttentionInputs:
 @lru_cache(maxsize=256)
 @untraced
 def _schedule(
-    pattern: DilatedPattern, layout: SequenceLayout, num_heads: int, num_kv_heads: int, is_causal: bool
+    pattern: DilatedPattern,
+    layout: SequenceLayout,
+    num_heads: int,
+    num_kv_heads: int,
+    is_causal: bool,
+    ulysses_size: int,
 ) -> RingSchedule:
-    return RingSchedule(pattern, layout, num_heads, num_kv_heads, is_causal)
+    return RingSchedule(pattern, layout, num_heads, num_kv_heads, is_causal, ulysses_size)
 
 
 # --- checks of arguments ----------------------------------------------------------------------------------------------

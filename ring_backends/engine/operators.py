@@ -246,8 +246,9 @@ def _parsed(options: str) -> tuple[dict[str, Any], Binding | None, bool]:
     """The options of the inputs; the binding with the traced settings, without a connected ring; needs_gradients."""
     values, traced = json.loads(options), None
     if "pattern" in values:
-        size, rank, layout = values["ring"]
-        ring = Ring(size=size, rank=rank, ranks=tuple(range(size)), layout_kind=layout)
+        size, rank, layout, ulysses_size, fits_heads = values["ring"]
+        groups = {"ulysses_size": ulysses_size, "fits_heads": fits_heads}
+        ring = Ring(size=size, rank=rank, ranks=tuple(range(size)), layout_kind=layout, **groups)
         traced = Binding(DilatedPattern(*values["pattern"]), ring, values["scale"], values["kernel"])
     return {name: values[name] for name in OPTIONS}, traced, values["needs_gradients"]
 
@@ -316,7 +317,7 @@ def settings_of(pattern: DilatedPattern, ring: Ring, scale: float | None, kernel
             pattern.padding,
             pattern.window_lengths,
         ),
-        "ring": (ring.size, ring.rank, ring.layout_kind),
+        "ring": (ring.size, ring.rank, ring.layout_kind, ring.ulysses_size, ring.fits_heads),
         "scale": scale,
         "kernel": kernel,
     }

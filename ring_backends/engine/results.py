@@ -129,6 +129,7 @@ class BlockGrads:
         self.block = block
         self._results = ((query, block.heads), (key, block.kv_heads), (value, block.kv_heads))
         self._sums: Grads | None = None
+        self._unfinished = slice(0, 3)
 
     @property
     def results(self) -> Grads:
@@ -168,18 +169,27 @@ class BlockGrads:
             parcels.add(tile.keys, grad_key, grad_value)
         scatter_many(stored, added)
 
+    def finish_query(self) -> None:
+        """Add the sums to the result of the query, before those of key and value are complete."""
+        self._add_sums(slice(0, 1))
+        self._unfinished = slice(1, 3)
+
     def finish(self) -> None:
         """Add the sums to the results."""
+        self._add_sums(self._unfinished)
+
+    def _add_sums(self, which: slice) -> None:
+        results, all_sums = self.results[which], self.sums[which]
         for branch in reversed(self.block.others):
-            sides = branch.queries, branch.keys, branch.keys
+            sides = [branch.queries, branch.keys, branch.keys][which]
             parts = [
                 Rows(result, rows, sums)
-                for result, side, sums in zip(self.results, sides, self.sums, strict=True)
+                for result, side, sums in zip(results, sides, all_sums, strict=True)
                 for rows in side
             ]
             add_rows(parts, takes=branch is not self.block.others[0])
         if self.block.roles.base is None:
-            for result, sums in zip(self.results, self.sums, strict=True):
+            for result, sums in zip(results, all_sums, strict=True):
                 if sums.dtype != result.dtype:
                     result.copy_(sums)
 

@@ -64,6 +64,7 @@ class Hops:
 
     Attributes:
         memory: of the buffers that the hops send and receive.
+        ring_ranks: the ring rank of each rank of the plan.
         posted: the hops that are posted and not waited for.
     """
 
@@ -73,6 +74,7 @@ class Hops:
     agreement: Agreement
     traffic: Traffic
     memory: CallMemory
+    ring_ranks: Sequence[int]
     posted: list[PostedHop] = field(default_factory=list)
 
     def post(
@@ -94,24 +96,52 @@ class Hops:
             row_format: the format of the parcels that are sent.
             delivery: number of the delivery.
         """
+        outgoing, incoming = (
+            {self.ring_ranks[peer]: buffer for peer, buffer in buffers.items()} for buffers in (outgoing, incoming)
+        )
+        what = f"in step {step} of {self.call.direction} for {'dK and dV' if grads else 'K and V'}"
+        num_bytes = payload_bytes(row_format, hop.sends)
+        return self._post(_tag(step, delivery, grads), outgoing, incoming, what, num_bytes)
+
+    def post_exchange(
+        self,
+        number: int,
+        outgoing: Mapping[int, Tensor],
+        incoming: Mapping[int, Tensor],
+        num_bytes: int,
+        *,
+        to_heads: bool,
+    ) -> PostedHop:
+        """Post an exchange with the other ranks of this rank's group. They are not among the peers of other hops.
+
+        Args:
+            number: distinguishes the exchanges of a call.
+            outgoing, incoming: the buffers by ring rank.
+            num_bytes: the bytes that are sent, without padding.
+            to_heads: whether ranks get the rows of their heads, as at the beginning of a call.
+        """
+        wanted = "the rows of its heads" if to_heads else "the results of its rows"
+        what = f"in an exchange of {self.call.direction} for {wanted}"
+        return self._post(number, outgoing, incoming, what, num_bytes)
+
+    def _post(
+        self, tag: int, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], what: str, num_bytes: int
+    ) -> PostedHop:
         self.agreement.check()
-        describe = partial(self._describe, step, "dK and dV" if grads else "K and V", [*incoming], [*outgoing])
+        describe = partial(self._describe, what, [*incoming], [*outgoing])
         try:
             with span(POST_SPAN), self.agreement.waiting(self.call), self.agreement.posting():
-                transfer = self.ring_pass(outgoing, incoming, self.call.tag(_tag(step, delivery, grads)))
+                transfer = self.ring_pass(outgoing, incoming, self.call.tag(tag))
                 posted = PostedHop(transfer, outgoing, describe, self)
                 self.posted.append(posted)
         except Exception as error:
             self.agreement.fail(self.call, describe(), error)
         self.traffic.messages += len(outgoing)
-        self.traffic.bytes += payload_bytes(row_format, hop.sends)
+        self.traffic.bytes += num_bytes
         return posted
 
-    def _describe(self, step: int, what: str, sources: list[int], destinations: list[int]) -> str:
-        return (
-            f"rank {self.rank} waited in step {step} of {self.call.direction} for {what} from rank {sources} and to "
-            f"rank {destinations}"
-        )
+    def _describe(self, what: str, sources: list[int], destinations: list[int]) -> str:
+        return f"rank {self.rank} waited {what} from rank {sources} and to rank {destinations}"
 
     def abandon(self) -> None:
         """Abandon the hops that nobody will wait for."""

@@ -26,6 +26,7 @@ from ring_backends.integrations.transformers.whole_batches import put_on_ring, s
 from ring_backends.ring.collectives import agree
 from ring_backends.ring.rendezvous import world_ring
 from ring_backends.ring.ring import Ring
+from ring_backends.ring.topology import UlyssesSize
 from ring_backends.schedule.layout import LayoutKind
 
 with importing("accelerate cannot be imported", "hf"):
@@ -46,6 +47,7 @@ def attach(
     layout: LayoutKind = "contiguous",
     timeout: timedelta | float = timedelta(seconds=300),
     buffer_bytes: int | None = None,
+    ulysses_size: UlyssesSize = 1,
     probe: bool = True,
     **options: Any,
 ) -> Ring:
@@ -71,6 +73,7 @@ def attach(
             a timedelta.
         buffer_bytes: communication buffers may take this many bytes, even if that is more than their share of the
             tensors; None for the default of the device, as in ``initialize``.
+        ulysses_size: how many neighbouring ranks exchange rows for heads within a call, as in ``initialize``.
         probe: as in :func:`~ring_backends.integrations.transformers.use_ring`.
         options: of the attention, such as ``window_lengths`` and ``kernel``
             (:class:`~ring_backends.RingDilatedAttention`).
@@ -83,7 +86,7 @@ def attach(
         AdapterUnavailableError: this release of accelerate lacks, or has changed, a part that the ring needs. The
             message names it.
     """
-    ring = join(accelerator, ring_size, layout, timeout, buffer_bytes)
+    ring = join(accelerator, ring_size, layout, timeout, buffer_bytes, ulysses_size)
     attention = make_attention(segment_lengths, dilation_rates, ring, options)
     share_parameters(ring, model)
     put_on_ring(model, attention, 0.0, probe)
@@ -105,6 +108,7 @@ def join(
     layout: LayoutKind,
     timeout: timedelta | float,
     buffer_bytes: int | None,
+    ulysses_size: UlyssesSize,
 ) -> Ring:
     """Make the rings of an Accelerator's processes, without a model. For the arguments and errors, see :func:`attach`.
 
@@ -134,7 +138,8 @@ def join(
         # Accelerate's own context parallelism would replace the attention, and drop its masks. FSDP2 reads the mesh.
         accelerator.state.parallelism_config = copy.copy(parallelism)
         accelerator.state.parallelism_config.cp_size = 1
-    ring = native.initialize(ring_size, layout, group, timeout, buffer_bytes=buffer_bytes)
+    sizes: dict[str, Any] = {"buffer_bytes": buffer_bytes, "ulysses_size": ulysses_size}
+    ring = native.initialize(ring_size, layout, group, timeout, **sizes)
     if accelerator.num_processes != ring.size * ring.data_size:
         raise ValueError(
             f"accelerator.num_processes = {accelerator.num_processes}: {ring.size * ring.data_size} processes were "

@@ -41,6 +41,7 @@ from ring_backends.joining import as_timedelta, check_options
 from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.registry import create_attention, load_adapter
 from ring_backends.ring.ring import Ring
+from ring_backends.ring.topology import UlyssesSize
 from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.torch_internals import internal
@@ -118,23 +119,32 @@ class Axis:
 _axes: WeakKeyDictionary[dist.ProcessGroup, Axis] = WeakKeyDictionary()
 
 
-def join_axis(mesh: DeviceMesh, backend: str, layout: LayoutKind, timeout: timedelta, buffer_bytes: int | None) -> Axis:
+def join_axis(
+    mesh: DeviceMesh,
+    backend: str,
+    layout: LayoutKind,
+    timeout: timedelta,
+    buffer_bytes: int | None,
+    ulysses_size: UlyssesSize,
+) -> Axis:
     """Return the axis with its ring. The first call for an axis makes the ring; all ranks of the axis make that call.
 
     Raises:
         TypeError, ValueError: ``mesh`` is not one axis of a DeviceMesh.
-        ValueError: the axis has a ring with another backend, layout, timeout or buffer_bytes.
+        ValueError: the axis has a ring with another backend, layout, timeout, buffer_bytes or ulysses_size.
     """
     group = _group_of(mesh)
     if group not in _axes:
         initialize = load_adapter(backend).initialize
-        _axes[group] = Axis(initialize(layout=layout, group=mesh, timeout=timeout, buffer_bytes=buffer_bytes))
+        sizes: dict[str, Any] = {"buffer_bytes": buffer_bytes, "ulysses_size": ulysses_size}
+        _axes[group] = Axis(initialize(layout=layout, group=mesh, timeout=timeout, **sizes))
     ring = _axes[group].ring
     given = (
         ("backend", backend, ring.adapter),
         ("layout", layout, ring.layout_kind),
         ("timeout", timeout, ring.timeout),
         ("buffer_bytes", buffer_bytes, ring.buffer_bytes),
+        ("ulysses_size", ulysses_size, "auto" if ring.fits_heads else ring.ulysses_size),
     )
     for name, value, of_ring in given:
         if value != of_ring:
@@ -320,8 +330,8 @@ class RingDilated(ParallelStyle):
     this rank's rows. One branch over the whole sequence, ``RingDilated([None], [1])``, is full attention.
 
     All ranks of the axis apply the same plan, before ``torch.compile`` and ``fully_shard``. The first style on an axis
-    makes its ring, so the other styles of the axis need the same ``layout``, ``backend``, ``timeout`` and
-    ``buffer_bytes``.
+    makes its ring, so the other styles of the axis need the same ``layout``, ``backend``, ``timeout``, ``buffer_bytes``
+    and ``ulysses_size``.
 
     Args:
         segment_lengths, dilation_rates: as in :class:`~ring_backends.DilatedPattern`; None for an attention of this
@@ -332,6 +342,7 @@ class RingDilated(ParallelStyle):
         timeout: the longest time from the beginning of a call to the end of its last wait for a peer.
         buffer_bytes: communication buffers may take this many bytes, even if that is more than their share of the
             tensors; None for the default of the device, as in ``initialize``.
+        ulysses_size: how many neighbouring ranks exchange rows for heads within a call, as in ``initialize``.
         seq_dim: the sequence dimension of an inner attention's query, key and value: 2 for [batch, heads, local seq,
             head_dim], 1 for [batch, local seq, heads, head_dim].
         is_causal: whether a query sees only keys at or before its own position, in every call. None takes it from the
@@ -355,12 +366,13 @@ class RingDilated(ParallelStyle):
         backend: str = "native",
         timeout: timedelta | float = timedelta(seconds=300),
         buffer_bytes: int | None = None,
+        ulysses_size: UlyssesSize = 1,
         seq_dim: int = 2,
         is_causal: bool | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        check_options(None, layout, timeout, None, "rank", buffer_bytes, {})
+        check_options(None, layout, timeout, None, "rank", buffer_bytes, ulysses_size, {})
         if seq_dim not in (1, 2):
             raise ValueError(
                 f"seq_dim = {seq_dim!r}: expected 2 for [batch, heads, local seq, head_dim], or 1 for [batch, local "
@@ -378,7 +390,7 @@ class RingDilated(ParallelStyle):
         create_attention(backend, *pattern, ring=None, **options)  # type: ignore[arg-type]
         self._pattern: Any = segment_lengths, dilation_rates
         self._options = options
-        self._backend, self._of_ring = backend, (layout, as_timedelta(timeout), buffer_bytes)
+        self._backend, self._of_ring = backend, (layout, as_timedelta(timeout), buffer_bytes, ulysses_size)
         self._seq_dim, self._is_causal = seq_dim, is_causal
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

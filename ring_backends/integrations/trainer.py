@@ -32,6 +32,7 @@ from ring_backends.integrations.transformers.whole_batches import (
     share_parameters,
 )
 from ring_backends.ring.ring import Ring
+from ring_backends.ring.topology import UlyssesSize
 from ring_backends.schedule.layout import LayoutKind
 
 with importing("transformers' Trainer cannot be imported", "hf"):
@@ -78,6 +79,7 @@ def attach(
     layout: LayoutKind = "contiguous",
     timeout: timedelta | float = timedelta(seconds=300),
     buffer_bytes: int | None = None,
+    ulysses_size: UlyssesSize = 1,
     probe: bool = True,
     **options: Any,
 ) -> Ring:
@@ -92,7 +94,7 @@ def attach(
             with a ``compute_loss_func``, a model without a head; or TRL's ``SFTTrainer``, ``DPOTrainer``,
             ``KTOTrainer`` or ``RewardTrainer``. The model may be within a ``PeftModel``. A reference model is put on
             the ring, too.
-        segment_lengths, dilation_rates, ring_size, layout, timeout, buffer_bytes, probe, options: as in
+        segment_lengths, dilation_rates, ring_size, layout, timeout, buffer_bytes, ulysses_size, probe, options: as in
             :func:`ring_backends.integrations.accelerate.attach`.
 
     Returns:
@@ -104,7 +106,7 @@ def attach(
             needs. The message names it.
     """
     _check_trainer(trainer)
-    ring = join(trainer.accelerator, ring_size, layout, timeout, buffer_bytes)
+    ring = join(trainer.accelerator, ring_size, layout, timeout, buffer_bytes, ulysses_size)
     attention = make_attention(segment_lengths, dilation_rates, ring, options)
     share_parameters(ring, trainer.model)
     sharded = put_on_ring(trainer.model, attention, trainer.args.label_smoothing_factor, probe)

@@ -44,14 +44,15 @@ class Dropout:
         """The factor on the weights that are kept."""
         return 1 / (1 - self.p)
 
-    def query_words(self, seed: int, positions: Tensor, batch: int, num_heads: int) -> Tensor:
+    def query_words(self, seed: int, positions: Tensor, batch: int, heads: range) -> Tensor:
         """Compute the two words of each query for the hash: int32 [batch, local seq, heads, 2].
 
         Args:
             positions: int64 [local seq], the global positions of the queries.
+            heads: the numbers of the heads.
         """
         of_rows = torch.arange(batch, dtype=torch.int64, device=positions.device)[:, None, None]
-        of_heads = torch.arange(num_heads, dtype=torch.int64, device=positions.device)
+        of_heads = torch.arange(heads.start, heads.stop, dtype=torch.int64, device=positions.device)
         words = _mix(_mix(_mix(of_rows + _start(seed + self.replica * _GOLDEN)) + of_heads) + positions[:, None])
         return words.unsqueeze(3).view(torch.int32)
 

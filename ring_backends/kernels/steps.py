@@ -81,7 +81,7 @@ class StepRows:
             query_documents=_heads(self.query_documents, heads),
             query_words=_heads(self.query_words, heads),
             key_words=_heads(self.key_words, kv_heads),
-            first_head=heads.start,
+            first_head=self.first_head + heads.start,
         )
 
 

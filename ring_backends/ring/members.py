@@ -31,6 +31,7 @@ class Members:
     data_rank: int = 0
     ranks: tuple[int, ...] = (0,)
     order: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
     group: dist.ProcessGroup | None = field(default=None, kw_only=True)
     agreement: Agreement | None = field(default=None, kw_only=True)
     connected: set[tuple[int, int]] | None = field(default=None, repr=False, compare=False, kw_only=True)

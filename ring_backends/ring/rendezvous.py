@@ -27,6 +27,7 @@ from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.launcher import LOOPBACK, check_visible_gpus, complete_environment, local_world_size
 from ring_backends.ring.ring import Ring, Traffic
 from ring_backends.ring.store import call_with_timeout
+from ring_backends.ring.topology import host_name
 from ring_backends.ring.transfer import post_batch
 from ring_backends.ring.watchdog import WATCHDOG
 from ring_backends.schedule.layout import LayoutKind
@@ -176,14 +177,17 @@ def connect(
     world = dist.group.WORLD
     assert world is not None
     store = PrefixStore(name, world.get_group_store())
+    store.set(f"host/{rank}", host_name())
     group = _new_group(ranks, store, name, max(timeout, START_TIMEOUT))
+    hosts = tuple(host.decode() for host in store.multi_get([f"host/{other}" for other in range(size)]))
     connected = _open_connections(group, max(timeout, START_TIMEOUT))
     over_nccl = connected is not None
     group.set_timeout(timeout + _NCCL_MARGIN if over_nccl else timeout)
     has_error = partial(_nccl_has_error, group) if over_nccl else lambda: False
     agreement = Agreement(store, rank, size, timeout, partial(abort, group), has_error)
     WATCHDOG.add(agreement.waits)
-    return replace(ring, size=size, rank=rank, group=group, agreement=agreement, connected=connected)
+    connection: dict[str, Any] = {"group": group, "agreement": agreement, "connected": connected}
+    return replace(ring, size=size, rank=rank, hosts=hosts, **connection)
 
 
 _worlds: weakref.WeakKeyDictionary[Traffic, Ring] = weakref.WeakKeyDictionary()

@@ -7,6 +7,7 @@ Each rank has a :class:`Ring` object of its own. An adapter's ``initialize`` mak
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -49,6 +50,7 @@ class Ring(Members):
         data_size, data_rank: number of rings in the world, and the index of this one.
         ranks: the global rank of every ring rank. The ring's process group has the same order.
         order: the global ranks of all rings, ring after ring; empty if unknown, as after ``initialize(group=…)``.
+        hosts: the name of each ring rank's host; empty for one rank.
         layout_kind: ``"contiguous"`` or ``"zigzag"``.
         group: the ring's own process group; None in a ring of one.
         agreement: checks that all ranks make the same calls; None in a ring of one.
@@ -57,6 +59,8 @@ class Ring(Members):
         adapter: name in the registry of the adapter whose ``initialize`` made the ring.
         buffer_bytes: communication buffers may take this many bytes, even if that is more than their share of the
             tensors; None for the default of the device. The same on every rank.
+        ulysses_size: how many neighbouring ranks exchange rows for heads within a call, as in ``initialize``.
+        fits_heads: whether a call takes the largest divisor of ``ulysses_size`` that divides its heads.
         parts: for each living tensor that :meth:`shard` has returned, the dimension and this rank's number of rows. All
             layouts of the ring share it.
         connected: the (source, destination) pairs with this rank that NCCL has connected; None if hops do not go over
@@ -69,6 +73,8 @@ class Ring(Members):
     traffic: Traffic = dataclasses.field(default_factory=Traffic)
     adapter: str = "native"
     buffer_bytes: int | None = None
+    ulysses_size: int = 1
+    fits_heads: bool = False
     parts: WeakTensorKeyDictionary = dataclasses.field(
         default_factory=WeakTensorKeyDictionary, repr=False, compare=False
     )
@@ -79,6 +85,10 @@ class Ring(Members):
 
     def __post_init__(self) -> None:
         SequenceLayout(1, self.size, self.layout_kind)
+
+    def group_size(self, num_heads: int) -> int:
+        """How many neighbouring ranks exchange rows for heads in a call with this number of query heads."""
+        return math.gcd(self.ulysses_size, num_heads) if self.fits_heads else self.ulysses_size
 
     def with_layout(self, kind: LayoutKind) -> Ring:
         """The same ranks, group and traffic with another layout."""

@@ -13,6 +13,8 @@ from typing import Literal
 
 RingOrder = Literal["rank", "topology"]
 
+UlyssesSize = int | Literal["auto"]
+
 HOST_VARIABLE = "RING_BACKENDS_HOST"
 """The environment variable that overrides the name of this rank's host."""
 
@@ -33,3 +35,21 @@ def topology_order(hosts: Sequence[str]) -> tuple[int, ...]:
     """
     first = {host: rank for rank, host in reversed([*enumerate(hosts)])}
     return tuple(sorted(range(len(hosts)), key=lambda rank: first[hosts[rank]]))
+
+
+def ranks_of_one_host(hosts: Sequence[str]) -> int:
+    """The largest divisor of the number of ranks such that neighbouring ranks in groups of this size share a host.
+
+    Args:
+        hosts: the name of each ring rank's host.
+
+    >>> ranks_of_one_host(["a", "a", "b", "b", "b", "b"]), ranks_of_one_host(["a", "b", "a", "b"])
+    (2, 1)
+    """
+    size = max(1, len(hosts))
+
+    def share_hosts(group_size: int) -> bool:
+        firsts = range(0, size, group_size)
+        return size % group_size == 0 and all(len({*hosts[first : first + group_size]}) <= 1 for first in firsts)
+
+    return max(filter(share_hosts, range(1, size + 1)))

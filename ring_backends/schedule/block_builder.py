@@ -107,26 +107,24 @@ class BlockBuilder:
     """Builds the steps of one block of heads on one rank.
 
     Args:
+        kv_heads: the key/value heads of the block, counted from the first one of the schedule; None means all.
         shares: into how many parts the rows of each hop along chains are cut.
     """
 
     def __init__(
-        self, schedule: RingSchedule, travel: Travel, rank: int, first_kv_head: int, last_kv_head: int, shares: int = 1
+        self, schedule: RingSchedule, travel: Travel, rank: int, kv_heads: range | None = None, shares: int = 1
     ) -> None:
         self.schedule, self.travel = schedule, travel
         self.layout = schedule.layout
         self.rank = rank
         self.shares = shares
-        group = schedule.num_heads // schedule.kv_heads
-        self.query_heads, self.kv_heads = (
-            slice(first_kv_head * group, last_kv_head * group),
-            slice(first_kv_head, last_kv_head),
-        )
+        self.kv_heads = range(len(schedule.kv_heads)) if kv_heads is None else kv_heads
+        self.query_heads = schedule.queries_of(self.kv_heads)
         self.heads: list[_Heads] = [
             [
-                (head - first_kv_head * group, kv_head - first_kv_head, offset)
+                (head - self.query_heads.start, kv_head - self.kv_heads.start, offset)
                 for head, kv_head, offset in schedule.head_streams(branch)
-                if first_kv_head <= kv_head < last_kv_head
+                if kv_head in self.kv_heads
             ]
             for branch in range(schedule.pattern.num_branches)
         ]
@@ -196,7 +194,7 @@ class BlockBuilder:
             kept: the parcels of each lot.
             is_rounded: whether results have a lower precision than sums.
         """
-        num_heads, sizes = self.query_heads.stop - self.query_heads.start, [*sizes]
+        num_heads, sizes = len(self.query_heads), [*sizes]
         branches = [branch for branch in self.schedule.branches if self.heads[branch.index]]
         opening = next((b for b in branches if b.rate == 1 and len(self.heads[b.index]) == num_heads), None)
 
@@ -216,12 +214,12 @@ class BlockBuilder:
             for number, (lot, parcels) in enumerate(zip(self.travel.lots, kept, strict=True), 1):
                 self.drafts[self.lot_step(lot)].tiles[number].extend(self._kept_tiles(branch, parcels))
         return HeadBlock(
-            self.query_heads,
-            self.kv_heads,
+            slice(self.query_heads.start, self.query_heads.stop),
+            slice(self.kv_heads.start, self.kv_heads.stop),
             _alternate_queries(draft.finish(sizes, roles) for draft in self.drafts),
             roles,
             others=tuple(rows[index] for index in roles.others),
-            has_all_heads=self.kv_heads.stop - self.kv_heads.start == self.schedule.kv_heads,
+            has_all_heads=len(self.kv_heads) == len(self.schedule.kv_heads),
         )
 
     def _is_single(self, branch: BranchSchedule, size: TileSize) -> bool:

@@ -21,3 +21,21 @@ def check_integer(
     if minimum is not None and value < minimum:
         raise ValueError(f"{name} = {value}: must be at least {minimum}; {advice}.")
     return value
+
+
+def check_group_size(group_size: int, ring_size: int) -> None:
+    """Refuse a group size that does not divide the ring size."""
+    if ring_size % group_size:
+        raise ValueError(
+            f"ulysses_size = {group_size}: must divide the {ring_size} ranks of the ring, which are cut into groups of "
+            "that size; choose a divisor."
+        )
+
+
+def check_group_heads(group_size: int, num_heads: int) -> None:
+    """Refuse a group size that does not divide the query heads."""
+    if num_heads % group_size:
+        raise ValueError(
+            f"ulysses_size = {group_size}: must divide the {num_heads} query heads, of which each rank of a group "
+            "computes an equal share; choose a divisor."
+        )

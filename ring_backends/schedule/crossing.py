@@ -141,15 +141,17 @@ class CrossingPieces:
         Args:
             distance: by how many positions a query and a key of a segment may be apart.
         """
-        # A chunk has at most one position more than another one. So at most one end of a chunk lies ``distance``
-        # positions behind a position inside a piece, and at most one lies so far before.
+        # A chunk has at most ``group_size`` positions more than another one. So at most one end of a chunk lies
+        # ``distance`` positions behind a position inside a piece, and at most one so far before; with groups, two do.
         starts = layout.chunk_starts()
         cuts = [self.start, self.stop]
         for sign in (1, -1) if not self.is_causal else (1,):
-            seen = torch.searchsorted(starts, self.start + sign * distance, right=True).clamp(max=len(starts) - 1)
-            cut = starts[seen] - sign * distance
-            is_inside = (self.segment_start < starts[seen]) & (starts[seen] < self.segment_stop)
-            cuts.append(torch.where(is_inside & (self.start < cut), cut, self.stop).minimum(self.stop))
+            first = torch.searchsorted(starts, self.start + sign * distance, right=True)
+            for seen in [first, first + 1] if layout.group_size > 1 else [first]:
+                end = starts[seen.clamp(max=len(starts) - 1)]
+                cut = end - sign * distance
+                is_inside = (self.segment_start < end) & (end < self.segment_stop)
+                cuts.append(torch.where(is_inside & (self.start < cut), cut, self.stop).minimum(self.stop))
         bounds = torch.stack(cuts, 1).sort(1).values
         start, stop = bounds[:, :-1], bounds[:, 1:]
         piece, number = (start < stop).nonzero(as_tuple=True)

@@ -26,6 +26,8 @@ class SequenceLayout:
         kind: ``"contiguous"`` cuts the sequence into p = ring_size chunks, as ``torch.tensor_split`` does. Rank i holds
             chunk i. ``"zigzag"`` cuts it into 2p chunks. Rank i holds chunks i and 2p − 1 − i. This balances causal
             attention.
+        group_size: g, at least 1. With g > 1, each rank stands for a group of g neighbours of a ring of p · g ranks,
+            and holds what these hold. So a chunk is g chunks of that ring.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
@@ -37,9 +39,11 @@ class SequenceLayout:
     seq_len: int
     ring_size: int
     kind: LayoutKind = "contiguous"
+    group_size: int = 1
 
     def __post_init__(self) -> None:
-        for name, value in (("seq_len", self.seq_len), ("ring_size", self.ring_size)):
+        for name in ("seq_len", "ring_size", "group_size"):
+            value = getattr(self, name)
             check_integer(name, value, 1)
             if value >= 2**62:
                 raise ValueError(f"{name} = {value}: must be below 2**62, since positions are int64; give less.")
@@ -52,17 +56,19 @@ class SequenceLayout:
 
     def chunk_start(self, chunk: int) -> int:
         """First global position of ``chunk``. For ``chunk = num_chunks`` it is seq_len."""
-        size, extra = self.seq_len // self.num_chunks, self.seq_len % self.num_chunks  # torch.compile lacks divmod
-        return chunk * size + min(chunk, extra)
+        number = self.num_chunks * self.group_size
+        size, extra = self.seq_len // number, self.seq_len % number  # torch.compile lacks divmod
+        first = chunk * self.group_size
+        return first * size + min(first, extra)
 
     def chunk_len(self, chunk: int) -> int:
         return self.chunk_start(chunk + 1) - self.chunk_start(chunk)
 
     def chunk_starts(self) -> Tensor:
         """First global position of every chunk, then seq_len: int64 [num_chunks + 1]."""
-        size, extra = divmod(self.seq_len, self.num_chunks)
-        chunk = torch.arange(self.num_chunks + 1, device="cpu")
-        return chunk * size + chunk.clamp(max=extra)
+        size, extra = divmod(self.seq_len, self.num_chunks * self.group_size)
+        first = torch.arange(self.num_chunks + 1, device="cpu") * self.group_size
+        return first * size + first.clamp(max=extra)
 
     def chunk_ranks(self) -> Tensor:
         """The rank that holds each chunk: int64 [num_chunks]."""

@@ -69,10 +69,10 @@ def rank_plan(
         few_hops=few_hops,
     )
     num_blocks, shares = travel.cuts
-    whole = BlockBuilder(schedule, travel, rank, 0, schedule.kv_heads)
+    whole, num_kv_heads = BlockBuilder(schedule, travel, rank), len(schedule.kv_heads)
     lots = [(lot, *whole.kept(lot)) for lot in travel.lots]
-    bounds = [schedule.kv_heads * block // num_blocks for block in range(num_blocks + 1)]
-    builders = [BlockBuilder(schedule, travel, rank, first, last, shares) for first, last in pairwise(bounds)]
+    bounds = [num_kv_heads * block // num_blocks for block in range(num_blocks + 1)]
+    builders = [BlockBuilder(schedule, travel, rank, range(*ends), shares) for ends in pairwise(bounds)]
     tile_sizes = [UNCUT if branch in uncut else size for branch in range(schedule.pattern.num_branches)]
     base_size = size if limits_of(device_type).cuts_base else replace(size, max_rows=UNLIMITED)
     is_rounded = itemsize < statistics_itemsize(itemsize)

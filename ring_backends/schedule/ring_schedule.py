@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from operator import itemgetter
@@ -22,6 +22,7 @@ from torch import Tensor
 from ring_backends.schedule.branch import BranchSchedule
 from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.crossing import crossing_pieces
+from ring_backends.schedule.exchange import HeadExchange
 from ring_backends.schedule.layout import SequenceLayout
 from ring_backends.schedule.limits import limits_of
 from ring_backends.schedule.links import rows_at, rows_between
@@ -39,6 +40,10 @@ class RingSchedule:
         num_heads: H, query heads.
         num_kv_heads: Hk, key/value heads; divides H. None means H.
         is_causal: whether a query sees only keys at or before its own position.
+        ulysses_size: u, how many neighbouring ranks exchange rows for heads within the call. It divides the ring size
+            and H.
+        head_range: the query heads that the ring computes; None means all. The numbers of heads, which decide their
+            branches and offsets, are always those among all H.
 
     Raises:
         ValueError, TypeError: an argument is invalid, or the pattern is undefined for this length and number of heads.
@@ -55,36 +60,88 @@ class RingSchedule:
     num_heads: int
     num_kv_heads: int | None = None
     is_causal: bool = False
+    ulysses_size: int = 1
+    head_range: range | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (("pattern", DilatedPattern), ("layout", SequenceLayout)):
             if not isinstance(getattr(self, name), kind):
                 raise TypeError(f"{name} = {getattr(self, name)!r}: expected a {kind.__name__}.")
-        if self.num_kv_heads is None:
-            object.__setattr__(self, "num_kv_heads", self.num_heads)
+        num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        object.__setattr__(self, "num_kv_heads", num_kv_heads)
         for name in ("num_heads", "num_kv_heads"):
             check_integer(name, getattr(self, name), 1)
-        if self.num_heads % self.kv_heads:
+        if self.num_heads % num_kv_heads:
             raise ValueError(
-                f"num_heads = {self.num_heads} and num_kv_heads = {self.kv_heads}: every key/value head serves the "
+                f"num_heads = {self.num_heads} and num_kv_heads = {num_kv_heads}: every key/value head serves the "
                 f"same number of query heads; use a number of key/value heads that divides {self.num_heads}."
             )
         self.pattern.check(seq_len=self.layout.seq_len, num_heads=self.num_heads)
+        check_integer("ulysses_size", self.ulysses_size, 1, advice="1 exchanges no heads")
+        if self.ulysses_size > 1:
+            self.exchange(0)  # checks it
+
+    def exchange(self, rank: int) -> HeadExchange:
+        """What ``rank`` exchanges with its group."""
+        assert self.num_kv_heads is not None
+        return HeadExchange(self.layout, self.ulysses_size, rank, self.num_heads, self.num_kv_heads)
+
+    @cached_property
+    def of_members(self) -> tuple[RingSchedule, ...]:
+        """The schedules of the hops between groups, by number of a rank in its group. Their ranks are the groups."""
+        if self.ulysses_size == 1:
+            return (self,)
+        exchanges = [self.exchange(rank) for rank in range(self.ulysses_size)]
+        return tuple(
+            replace(
+                self,
+                layout=exchange.hop_layout,
+                ulysses_size=1,
+                head_range=exchange.heads_of("queries", exchange.member),
+            )
+            for exchange in exchanges
+        )
+
+    def of_rank(self, rank: int) -> tuple[RingSchedule, int]:
+        """The schedule of the hops of ``rank``, and its place in it."""
+        group, member = divmod(rank, self.ulysses_size)
+        return self.of_members[member], group
+
+    def _of_ranks(self, counts: Callable[[RingSchedule], Tensor]) -> Tensor:
+        """A count of each rank, [ring size], from those of the hops between groups."""
+        return torch.stack([counts(schedule) for schedule in self.of_members], 1).flatten()
 
     @property
-    def kv_heads(self) -> int:
+    def heads(self) -> range:
+        """The query heads that the ring computes."""
+        return range(self.num_heads) if self.head_range is None else self.head_range
+
+    @property
+    def kv_heads(self) -> range:
+        """The key/value heads of these query heads."""
+        return range(self.heads.start // self._queries_per_key, -(-self.heads.stop // self._queries_per_key))
+
+    @property
+    def _queries_per_key(self) -> int:
         assert self.num_kv_heads is not None
-        return self.num_kv_heads
+        return self.num_heads // self.num_kv_heads
+
+    def queries_of(self, kv_heads: range) -> range:
+        """Which of the query heads attend to these key/value heads. Both are counted from the first one here."""
+        group, first = self._queries_per_key, self.heads.start
+        start, stop = ((self.kv_heads.start + kv_head) * group - first for kv_head in (kv_heads.start, kv_heads.stop))
+        return range(max(start, 0), min(stop, len(self.heads)))
 
     def head_streams(self, branch: int) -> list[tuple[int, int, int]]:
         """(query head, its key/value head, its offset) for every head that runs ``branch``, and each of its offsets.
 
-        Heads with the same key/value head and offset follow each other.
+        Heads are counted from the first one here. Heads with the same key/value head and offset follow each other.
         """
-        group, size = self.num_heads // self.kv_heads, (self.num_heads, self.layout.seq_len)
+        size = self.num_heads, self.layout.seq_len
         found = (
-            (head, head // group, offset)
+            (head - self.heads.start, head // self._queries_per_key - self.kv_heads.start, offset)
             for head in self.pattern.heads(branch, self.num_heads)
+            if head in self.heads
             for offset in self.pattern.head_offsets(branch, head, *size)
         )
         return sorted(found, key=itemgetter(1, 2)) if self.pattern.offset == "every" else [*found]
@@ -149,10 +206,15 @@ class RingSchedule:
                 all rows along chains.
         """
         limits = limits_of(device_type)
+        if self.ulysses_size > 1:
+            raise ValueError(
+                f"ulysses_size = {self.ulysses_size}: each rank of a group has hops of its own; call travel() of a "
+                "schedule in of_members."
+            )
         volume = Volume(
-            query_rows=self.longest * self.num_heads,
-            key_rows=self.longest * self.kv_heads,
-            kv_heads=self.kv_heads,
+            query_rows=self.longest * len(self.heads),
+            key_rows=self.longest * len(self.kv_heads),
+            kv_heads=len(self.kv_heads),
             pair_bytes=batch * key_value_dim(head_dim, value_dim) * itemsize,
             itemsize=itemsize,
             grad_itemsize=statistics_itemsize(itemsize) if backward else 0,
@@ -177,11 +239,15 @@ class RingSchedule:
 
         In a backward, each rank sends as many rows of dK and dV.
         """
+        if self.ulysses_size > 1:
+            return self._of_ranks(lambda schedule: schedule.rows_received)
         return torch.stack([rows_at(branch, first=1) for branch in self.branches]).sum(0)
 
     @cached_property
     def pairs(self) -> Tensor:
         """Visible (query row, key row) pairs that each rank computes, summed over heads: float64 [ring size]."""
+        if self.ulysses_size > 1:
+            return self._of_ranks(lambda schedule: schedule.pairs)
         pairs = torch.zeros(self.layout.ring_size, dtype=torch.float64, device="cpu")
         for branch in self.branches:
             per_chunk = self._pairs_before(self.layout.chunk_starts(), branch).diff(dim=0)
@@ -229,7 +295,7 @@ class RingSchedule:
             backward: whether to count a backward instead of a forward.
             masked: whether the call has a key padding mask. It takes one byte per key and head.
             document_bytes: bytes of a document number; 0 without documents. Each key of each head travels with its
-                document number, which includes the mask.
+                document number, which includes the mask. Groups exchange both, once per position.
             grad_itemsize: bytes per element of dK and dV. None: 4, or 8 for fp64.
             device_type: type of the tensors' device. On accelerators the buffers are larger, so more rows reach all
                 ranks in few hops. Then a rank sends its own rows to all others, instead of passing on the rows of its
@@ -238,7 +304,8 @@ class RingSchedule:
         """
         row = key_value_dim(head_dim, value_dim)
         row_bytes = row * itemsize + (document_bytes or masked)
-        travel = self.travel(
+        schedule, place = self.of_rank(rank)
+        travel = schedule.travel(
             batch=batch,
             head_dim=head_dim,
             itemsize=itemsize,
@@ -247,9 +314,13 @@ class RingSchedule:
             device_type=device_type,
             buffer_bytes=buffer_bytes,
         )
-        sent = int(travel.key_rows_sent[rank]) * row_bytes
+        sent = int(travel.key_rows_sent[place]) * row_bytes
         if backward:
-            sent += int(self.rows_received[rank]) * row * (grad_itemsize or statistics_itemsize(itemsize))
+            sent += int(schedule.rows_received[place]) * row * (grad_itemsize or statistics_itemsize(itemsize))
+        if self.ulysses_size > 1:
+            marks = masked + document_bytes
+            messages = self._exchanged(head_dim, value_dim or head_dim, itemsize, marks=marks, backward=backward)
+            sent += int(messages[divmod(rank, self.ulysses_size)].sum())
         return batch * sent
 
     def bytes_between_hosts(
@@ -269,7 +340,75 @@ class RingSchedule:
             hosts: for each ring rank, a number that identifies its host.
             batch, head_dim, itemsize, value_dim, device_type, buffer_bytes: as in :meth:`wire_bytes`.
         """
-        numbers, total = _integers(hosts), 0
+        total = sum(
+            schedule._bytes_of_hops_between_hosts(
+                _integers(hosts[member :: self.ulysses_size]),
+                batch=batch,
+                head_dim=head_dim,
+                itemsize=itemsize,
+                value_dim=value_dim,
+                device_type=device_type,
+                buffer_bytes=buffer_bytes,
+            )
+            for member, schedule in enumerate(self.of_members)
+        )
+        if self.ulysses_size == 1:
+            return total
+        of_groups = _integers(hosts).view(-1, self.ulysses_size)
+        is_crossing = of_groups.unsqueeze(2) != of_groups.unsqueeze(1)
+        for backward in (False, True):
+            messages = self._exchanged(head_dim, value_dim or head_dim, itemsize, backward=backward)
+            total += batch * int((messages * is_crossing).sum())
+        return total
+
+    def exchanged_bytes(
+        self, *, batch: int, head_dim: int, itemsize: int, value_dim: int | None = None, backward: bool = False
+    ) -> Tensor:
+        """Payload bytes that each rank sends to the other ranks of its group: int64 [ring size].
+
+        They are part of :meth:`wire_bytes`, whose arguments these are.
+        """
+        messages = self._exchanged(head_dim, value_dim or head_dim, itemsize, backward=backward)
+        return batch * messages.sum(2).flatten()
+
+    def _exchanged(self, key: int, value: int, itemsize: int, *, marks: int = 0, backward: bool) -> Tensor:
+        """The bytes from each member of a group to each other one: int64 [groups, members, members].
+
+        At the beginning, a member sends its rows of the other's heads. At the end, it returns the other's rows of its
+        own heads.
+
+        Args:
+            key, value: the widths of a key and of a value.
+            marks: bytes of the marks of a position.
+        """
+        exchange, members = self.exchange(0), range(self.ulysses_size)
+        rows = _integers(map(self.layout.local_len, range(self.layout.ring_size))).view(-1, self.ulysses_size)
+        queries = self.num_heads // self.ulysses_size
+        keys = _integers(len(exchange.heads_of("keys", member)) for member in members)
+        lse = statistics_itemsize(itemsize)
+        sent = keys * (key + value) * itemsize + marks
+        if backward:
+            sent = sent + queries * ((key + 2 * value) * itemsize + lse)
+            sums = lse if exchange.shares_kv_heads else itemsize
+            returned = queries * key * itemsize + keys * (key + value) * sums
+        else:
+            sent = sent + queries * key * itemsize
+            returned = torch.full_like(keys, queries * (value * itemsize + lse))
+        messages = rows.unsqueeze(2) * sent + returned.unsqueeze(1) * rows.unsqueeze(1)
+        return messages * ~torch.eye(self.ulysses_size, dtype=torch.bool, device="cpu")
+
+    def _bytes_of_hops_between_hosts(
+        self,
+        hosts: Tensor,
+        *,
+        batch: int,
+        head_dim: int,
+        itemsize: int,
+        value_dim: int | None,
+        device_type: str,
+        buffer_bytes: int | None,
+    ) -> int:
+        total = 0
         for backward in (False, True):
             travel = self.travel(
                 batch=batch,
@@ -281,7 +420,7 @@ class RingSchedule:
                 buffer_bytes=buffer_bytes,
             )
             for branch in self.branches:
-                keys, grads = rows_between(branch, numbers, travel.tree(branch.index))
+                keys, grads = rows_between(branch, hosts, travel.tree(branch.index))
                 total += keys * itemsize + (grads * statistics_itemsize(itemsize) if backward else 0)
         return batch * key_value_dim(head_dim, value_dim) * total
 
@@ -309,7 +448,9 @@ class RingSchedule:
         from rich.filesize import decimal
         from rich.table import Table
 
-        branches = Table(title=f"{self.layout.seq_len:,} tokens, {self.layout.kind}, ring of {self.layout.ring_size:,}")
+        groups = "" if self.ulysses_size == 1 else f" in groups of {self.ulysses_size:,}"
+        ring = f"{self.layout.kind}, ring of {self.layout.ring_size:,}{groups}"
+        branches = Table(title=f"{self.layout.seq_len:,} tokens, {ring}")
         headings = ["branch", "segment length", "dilation rate", "heads", "crossing pieces", "hops forward", "backward"]
         windows = self.pattern.window_lengths
         if windows is not None:
@@ -318,13 +459,14 @@ class RingSchedule:
             branches.add_column(heading, justify="right")
         sizes: dict[str, Any] = {"batch": batch, "head_dim": head_dim, "itemsize": itemsize}
         sizes |= {"device_type": device_type, "buffer_bytes": buffer_bytes}
-        forward, backward = (self.travel(**sizes, backward=direction) for direction in (False, True))
-        for branch in self.branches:
+        for branch in self.of_members[0].branches:
             num_heads = len(self.pattern.heads(branch.index, self.num_heads))
+            forward, backward = (
+                max(hops.travel(**sizes, backward=direction).num_hops(branch.index) for hops in self.of_members)
+                for direction in (False, True)
+            )
             row = [branch.index, branch.segment_length, branch.rate, num_heads, len(branch.crossing)]
-            cells = [
-                f"{value:,}" for value in (*row, forward.num_hops(branch.index), 2 * backward.num_hops(branch.index))
-            ]
+            cells = [f"{value:,}" for value in (*row, forward, 2 * backward)]
             if windows is not None:
                 window = windows[branch.index]
                 cells.insert(2, "-" if window is None else f"{window:,}")
@@ -335,7 +477,8 @@ class RingSchedule:
             ranks.add_column(heading, justify="right")
         shown = range(self.layout.ring_size)
         if len(shown) > 16:
-            busiest = [int(totals.argmax()) for totals in (forward.key_rows_sent, self.rows_received, self.pairs)]
+            sent = self._of_ranks(lambda schedule: schedule.travel(**sizes).key_rows_sent)
+            busiest = [int(totals.argmax()) for totals in (sent, self.rows_received, self.pairs)]
             shown = sorted({0, 1, *busiest, len(shown) - 2, len(shown) - 1})  # type: ignore[assignment]
         for rank in shown:
             ranks.add_row(

@@ -14,13 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from command_line import check_alone
+from torch import Tensor
 
 from ring_backends.schedule.layout import LayoutKind
-from ring_backends.testing.calls import local_call
+from ring_backends.testing.calls import expected, local_call, new_attention
 from ring_backends.testing.failing_calls import ending
-from ring_backends.testing.marks import MORE_CASES
+from ring_backends.testing.marks import MORE_CASES, matrix_but
 from ring_backends.testing.models import WithExtraState
-from ring_backends.testing.rings import FOUR, ring_here, ring_of
+from ring_backends.testing.rings import FOUR, LAYOUTS, MESH_COLUMNS, TWO, ring_here, ring_of
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.suite import A_GRADIENT, EVERY_ADAPTER, AdapterTests, AllTrainingTests
 from ring_backends.testing.traffic import planned_hops
@@ -102,6 +103,33 @@ def test_comms_logger_counts_the_hops_of_the_schedule(world: World, layout: Layo
         assert others == 0
     # comms_logger counts each message at the sender and at the receiver.
     assert sum(size for _, size, *_ in counted) == 2 * sum(sent for *_, sent in counted)
+
+
+@pytest.mark.parametrize("layout", matrix_but("zigzag", of=LAYOUTS))
+@on_every_rank
+def test_a_module_within_the_attention_of_deepspeed(layout: LayoutKind) -> None:
+    """DeepSpeed's class exchanges rows for heads outside of a module, whose ring has every second rank.
+
+    It numbers the heads of each rank from 0. The pattern is the same for all heads.
+    """
+    from deepspeed.sequence.layer import DistributedAttention
+
+    case = replace(HOPS, segment_lengths=(48,), dilation_rates=(1,), is_causal=True, dtype=torch.float64)
+    case = replace(case, num_kv_heads=2, masked="random")
+    ring, pair = ring_of(ADAPTER, MESH_COLUMNS, layout), ring_of(ADAPTER, TWO)
+
+    def rows(whole: Tensor) -> Tensor:
+        return ring.shard(whole).chunk(2, 1)[pair.rank]
+
+    *tensors, grad_out, mask = case.tensors()
+    assert mask is not None
+    inputs = [rows(x).requires_grad_() for x in tensors]
+    attention = DistributedAttention(new_attention(ADAPTER, ring, case), pair.group, scatter_idx=2, gather_idx=1)
+    options = {"is_causal": True, "seq_len": case.seq_len, "key_padding_mask": ring.shard(mask)}
+    out = attention(*inputs, 0, None, **options)
+    got, wanted = [out, *torch.autograd.grad(out, inputs, rows(grad_out))], expected(case)
+    exact = [rows(x) for x in (wanted.out, *wanted[2:5]) if x is not None]
+    torch.testing.assert_close(got, exact, rtol=0, atol=1e-10)
 
 
 @on_every_rank

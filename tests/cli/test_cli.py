@@ -70,14 +70,15 @@ def test_train_and_compare_pass_the_size_of_buffers_to_initialize(monkeypatch: p
     for module in (training_run, rank):
         monkeypatch.setattr(module, "load_adapter", lambda name: adapter)
     branches: dict[str, Any] = {"segment_lengths": (16,), "dilation_rates": (1,), "device": "cpu"}
-    compared = CompareOptions(**branches, buffer_bytes=8).setup()
+    compared = CompareOptions(**branches, buffer_bytes=8, ulysses_size="2").setup()
     for call in (
-        partial(training_run.run, TrainOptions(**branches, buffer_bytes=7)),
+        partial(training_run.run, TrainOptions(**branches, buffer_bytes=7, ulysses_size="auto")),
         partial(rank.measure, compared, "native", Path()),
     ):
         with pytest.raises(InterruptedError):
             call()
-    assert [call.kwargs["buffer_bytes"] for call in adapter.initialize.call_args_list] == [7, 8]
+    calls = [call.kwargs for call in adapter.initialize.call_args_list]
+    assert [(options["buffer_bytes"], options["ulysses_size"]) for options in calls] == [(7, "auto"), (8, 2)]
 
 
 def test_train_help_names_the_options_of_the_contract() -> None:
@@ -127,6 +128,10 @@ def test_errors_of_the_parser(arguments: str) -> None:
         ("--head-mode grouped --num-heads 2", "--head-mode: head_mode='grouped' with 2 heads"),
         ("--layout zig", "--layout: layout = 'zig': .* contiguous, zigzag"),
         ("--dtype fp8", "--dtype: dtype = 'fp8'"),
+        ("--ulysses-size 3", "--ulysses-size: ulysses_size = 3: must divide the 4 query heads"),
+        ("--ring-size 6 --ulysses-size 4", "--ulysses-size: ulysses_size = 4: must divide the 6 ranks of the ring"),
+        ("--ulysses-size 0", "--ulysses-size: ulysses_size = '0': expected a number of at least 1, or auto"),
+        ("--ulysses-size abc", "--ulysses-size: ulysses_size = 'abc': expected a number of at least 1, or auto"),
         ("--lr -1", r"--lr: lr = -1\.0: must be above 0"),
         ("--lr nan", "--lr: lr = nan: must be above 0 and finite"),
         ("--resume", "--resume: there is no checkpoint without --save"),

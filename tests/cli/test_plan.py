@@ -100,6 +100,36 @@ def test_hosts(tmp_path: Path) -> None:
     assert found["bytes_between_hosts"] == {"rank": each_ring, "topology": each_ring}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "group_size"),
+    [
+        ("--ring-size 16 --ranks-per-host 8", 8),
+        ("--ring-size 16 --ranks-per-host 8 --heads 12", 4),
+        ("--ring-size 12 --ranks-per-host 8", 4),  # the last host has four ranks
+        ("--ring-size 4 --hosts a,a,a,a,b,b,c,c", 2),  # two rings
+        ("--ring-size 4 --hosts a,b,a,b", 1),
+    ],
+)
+def test_groups_of_the_ranks_of_a_host(arguments: str, group_size: int) -> None:
+    text = shown(f"plan --seq-len 4096 {GIVEN} --ulysses-size auto {arguments}")
+    found = re.search(r"ring of \d+(?: in groups of (\d+))?", text)
+    assert found is not None
+    assert int(found[1] or 1) == group_size
+
+
+@pytest.mark.parametrize(("hosts", "host_latency"), [("a,a,b,b", 1e-5), ("a,b,a,b", None)])
+def test_exchanges_within_hosts_have_links_of_their_own(hosts: str, host_latency: float | None, tmp_path: Path) -> None:
+    """Where a group lies on several hosts, its exchanges use the same links as hops."""
+    call = f"{SIZES} --segment-lengths 4096 --dilation-rates 1 --no-causal --buffer-bytes 0 --ulysses-size 2"
+    links = "--host-latency 1e-5 --host-bandwidth 1e11"
+    found, _ = planned(tmp_path, f"{call} {GIVEN} {links} --hosts {hosts}")
+    bandwidth = None if host_latency is None else 1e11
+    hardware = Hardware.of(found["hardware"])
+    assert (hardware.host_latency_seconds, hardware.host_bytes_per_second) == (host_latency, bandwidth)
+    cost = replace(full(4096, 1), ulysses_size=2).on_ring(4)
+    assert found["ring"]["seconds"]["forward"] == pytest.approx(cost.call_seconds(hardware))
+
+
 def test_a_probe_is_read(tmp_path: Path) -> None:
     hardware = replace(PLAIN, memory_bytes=10**9)
     measured = {"dtype": "bfloat16", "head_dim": 64, "kernel": "aten_cpu_flash", "ranks": 2, "transport": "gloo"}
@@ -178,6 +208,11 @@ def test_plan_reads_or_takes_the_probes_of_info(tmp_path: Path, monkeypatch: pyt
         ("--batch 1000000000000000000", "batch = 1000000000000000000", "give less than 2.9e+17"),
         ("--latency 0", "--latency", "0.0"),
         ("--bandwidth -1", "--bandwidth", "-1.0"),
+        ("--host-latency 0", "--host-latency", "0.0"),
+        ("--host-bandwidth -1", "--host-bandwidth", "-1.0"),
+        ("--ulysses-size 4", "--ulysses-size", "must divide the 2 ranks of the ring"),
+        ("--ring-size 6 --ulysses-size 3", "--ulysses-size", "must divide the 8 query heads"),
+        ("--ulysses-size auto", "--ulysses-size", "add --ranks-per-host or --hosts, or give a number"),
         ("--probe nowhere.json", "--probe", "'nowhere.json'"),
         ("--hosts a,b,a", "--hosts", "'a,b,a'"),
         ("--hosts a,b --ranks-per-host 1", "--hosts", "ranks_per_host is given too"),

@@ -67,11 +67,12 @@ def bytes_taken(
     shape = sizes["batch"], schedule.layout.local_len(rank)
     query, key = (
         torch.empty(*shape, heads, sizes["head_dim"], dtype=dtype, device=META)
-        for heads in (schedule.num_heads, schedule.kv_heads)
+        for heads in (len(schedule.heads), len(schedule.kv_heads))
     )
     inputs = AttentionInputs(query, key, key, is_causal=schedule.is_causal, seq_len=schedule.layout.seq_len)
     transfer, memory = mock.Mock(**{"wait.return_value": None}), CountedMemory()
-    hops = Hops(rank, mock.Mock(return_value=transfer), mock.MagicMock(), mock.MagicMock(), Traffic(), memory)
+    posts, call_of_ring, agreement = mock.Mock(return_value=transfer), mock.MagicMock(), mock.MagicMock()
+    hops = Hops(rank, posts, call_of_ring, agreement, Traffic(), memory, call.ring_ranks)
     with mock.patch.object(BlockOut, "finish"), mock.patch.object(BlockGrads, "finish"):
         if is_backward:
             backward(call, inputs, query, query[..., 0], query, hops)
@@ -128,7 +129,7 @@ def test_no_rank_takes_more_than_the_schedule_says(
     part: int, case: AttentionCase, ring_size: int, kind: Any, dtype: torch.dtype, fine: bool
 ) -> None:
     """With ``fine``, heads are cut into blocks, and the rows of hops into shares."""
-    schedule = case.schedule(ring_size, kind)
+    schedule = case.schedule(ring_size, kind).of_members[-1]
     with fine_cuts() if fine else nullcontext():
         check(schedule, dtype, batch=1, head_dim=16, buffer_bytes=0, few_hops=False)
 
@@ -148,7 +149,7 @@ def test_rows_on_trees_take_no_more_than_the_schedule_says(
 ) -> None:
     """The rows travel in one lot or in several, in one hop or in several. dK and dV travel as sums or in bf16."""
     with every_branch_on_trees(message_cost, share=share):
-        check(case.schedule(ring_size, kind), dtype, batch=1, head_dim=16, buffer_bytes=0)
+        check(case.schedule(ring_size, kind).of_members[-1], dtype, batch=1, head_dim=16, buffer_bytes=0)
 
 
 @pytest.mark.parametrize("is_causal", matrix_but(False, of=(True, False)))

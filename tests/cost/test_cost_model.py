@@ -21,7 +21,7 @@ from ring_backends import DilatedPattern, RingSchedule, SequenceLayout
 from ring_backends.cost.estimate import Estimate
 from ring_backends.cost.hardware import Hardware
 from ring_backends.cost.model import RingCost, smallest_rings
-from ring_backends.cost.probe import slowest
+from ring_backends.cost.probe import slowest, with_host_links
 from ring_backends.cost.work import work_of
 from ring_backends.ring.topology import topology_order
 from ring_backends.schedule.bands import Band
@@ -113,6 +113,8 @@ def test_numbers_are_those_of_schedule_and_plans(part: int, case: AttentionCase,
     assert cost.flops().tolist() == forward
     assert cost.flops(backward=True).tolist() == [flops * 5 / 2 for flops in forward]
     assert cost.tokens.tolist() == [schedule.layout.local_len(rank) for rank in ranks]
+    schedule = schedule.of_members[-1]
+    ranks = range(schedule.layout.ring_size)
     sizes = {"batch": 1, "head_dim": case.head_dim, "itemsize": 8, "buffer_bytes": case.buffer_bytes}
     travel = schedule.travel(**sizes)
     keys: Counter[int] = Counter()
@@ -144,7 +146,7 @@ def num_rows(messages: Iterable[Message]) -> int:
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(
-    case=attention_cases(max_n=120),
+    case=attention_cases(max_n=120, ulysses_sizes=[1]),
     hosts=st.lists(st.integers(0, 3), min_size=2, max_size=20),
     kind=st.sampled_from(["contiguous", "zigzag"]),
     message_cost=st.sampled_from([0.0, 0.3, 5.0]),
@@ -298,7 +300,7 @@ def test_the_slowest_rank_decides_the_time_of_a_call() -> None:
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
-@given(case=attention_cases(max_n=300), ring_size=st.integers(1, 8), backward=st.booleans())
+@given(case=attention_cases(max_n=300, ulysses_sizes=[1]), ring_size=st.integers(1, 8), backward=st.booleans())
 def test_worse_constants_never_make_a_call_faster(case: AttentionCase, ring_size: int, backward: bool) -> None:
     sizes = case.batch, case.head_dim, case.dtype.itemsize
     cost = RingCost(case.schedule(ring_size), *sizes, buffer_bytes=case.buffer_bytes)
@@ -391,6 +393,30 @@ def test_constants_survive_a_json_round_trip() -> None:
     values = {name: value for name, value in asdict(PLAIN).items() if name != "bytes_per_second"}
     with pytest.raises(ValueError, match=r"colour is unknown, bytes_per_second is missing"):
         Hardware.of({**values, "colour": 1})
+
+
+def test_links_within_a_host_are_those_of_ranks_between_two_others() -> None:
+    quick, slow = (replace(PLAIN, latency_seconds=x, bytes_per_second=1 / x) for x in (1.0, 2.0))
+    assert with_host_links([slow, quick, slow] * 2, [*"aaabbb"]) == replace(
+        slow, host_latency_seconds=1.0, host_bytes_per_second=1.0
+    )
+    for hosts in ("aaaaaa", "ababab"):
+        assert with_host_links([slow, quick, slow] * 2, [*hosts]) == slow
+
+
+def test_an_exchange_of_rows_for_heads_by_hand() -> None:
+    """A rank has 16 tokens. It sends them for one head, in bf16 of width 8, and gets back out and LSE."""
+    schedule = RingSchedule(DilatedPattern((None,), (1,)), SequenceLayout(64, 4), 2, ulysses_size=2)
+    cost, hardware = RingCost(schedule, 1, 8, 2), replace(PLAIN, host_latency_seconds=0.5, host_bytes_per_second=4.0)
+    sent = {False: 16 * (3 * 16) + 16 * (16 + 4), True: 16 * (5 * 16 + 4) + 16 * (3 * 16)}
+    hops = replace(cost, schedule=schedule.of_members[0])
+    for backward, posts in ((False, 3), (True, 4)):
+        exchanged = schedule.exchanged_bytes(batch=1, head_dim=8, itemsize=2, backward=backward)
+        assert exchanged.tolist() == [sent[backward]] * 4
+        seconds = cost.seconds(hardware, backward=backward) - hops.seconds(hardware, backward=backward)
+        assert seconds.tolist() == pytest.approx([sent[backward] / 4 + posts * 0.5] * len(seconds))
+    assert cost.exchange_bytes.tolist() == [2 * (8 * 2 * 16 * 16)] * 4  # twice eight tensors of two heads
+    assert replace(cost, ulysses_size=8).on_ring(6).schedule.ulysses_size == 2
 
 
 def test_a_ring_has_the_constants_of_its_slowest_ranks() -> None:

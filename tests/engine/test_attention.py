@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from triton_interpreter import error_norm
@@ -47,7 +46,7 @@ def thread_ring_results(case: AttentionCase, ring_size: int, layout: Any) -> tup
     """The whole results of a ring of threads, and its rings by rank, which have the traffic."""
 
     def attend(ring: ThreadRing) -> tuple[Results, ThreadRing]:
-        ring = replace(ring, buffer_bytes=case.buffer_bytes)
+        ring = case.on_ring(ring)
         attention = ThreadRingDilatedAttention(ring=ring, **module_options(case))
         return local_call("", ring, case, attention=attention).results(), ring
 
@@ -67,8 +66,23 @@ def test_single_device_equals_the_reference(part: int, case: AttentionCase) -> N
     check_exact(single_device_results(case), expected(case))
 
 
+IN_GROUPS = AttentionCase(
+    *(61, (9, 61), (2, 3)),
+    num_heads=6,
+    num_kv_heads=2,
+    value_dim=5,
+    scale=-0.3,
+    masked="random",
+    documents="some",
+    ulysses_size=3,
+    dtype=torch.float64,
+)
+"""Groups of three. The second rank needs both key/value heads, and each of the others needs one."""
+
+
 @in_parts(5)
 @settings(max_examples=6, deadline=None)
+@example(IN_GROUPS, 6, "zigzag")
 @given(attention_cases(dtypes=[torch.float64], max_n=100), st.sampled_from([2, 3, 4, 1, 5, 7, 8, 13, 16]), layouts)
 def test_ring_equals_the_reference_and_sends_the_bytes_of_the_schedule(part, case, ring_size, layout):
     actual, rings = thread_ring_results(case, ring_size, layout)
@@ -218,3 +232,12 @@ def test_tensors_without_values_are_refused_on_a_ring() -> None:
     tensors = torch.empty(3, 1, 4, 2, 8, device="meta")
     with pytest.raises(ValueError, match="query is a meta or fake tensor, and the ring has 2 ranks"):
         attention(*tensors)
+
+
+def test_ranks_of_a_group_with_little_work_are_named() -> None:
+    """The first head sees 16 keys, the second one 256."""
+    ring, rows = Ring(size=2, ranks=(0, 1), ulysses_size=2), torch.zeros(1, 128, 2, 4)
+    with pytest.warns(UserWarning, match="have 6%, 94% of its work"):
+        call.check_call(
+            AttentionInputs(rows, rows, rows), DilatedPattern.grouped([16, None], [1, 1]), ring, None, "auto"
+        )

@@ -59,8 +59,10 @@ class RefuseCopiedNumbers(TorchFunctionMode):
 def no_hops(device: str = "meta") -> Hops:
     """Hops that post nothing, with buffers on ``device``."""
     transfer = mock.Mock(**{"wait.return_value": None})
-    memory = CallMemory(torch.device(device))
-    return Hops(0, lambda outgoing, incoming, tag: transfer, mock.MagicMock(), mock.MagicMock(), Traffic(), memory)
+    memory, ring_ranks = CallMemory(torch.device(device)), range(64)
+    return Hops(
+        0, lambda outgoing, incoming, tag: transfer, mock.MagicMock(), mock.MagicMock(), Traffic(), memory, ring_ranks
+    )
 
 
 def inputs_on_gpu(ring_size: int, dtype: torch.dtype) -> AttentionInputs:

@@ -29,12 +29,14 @@ from ring_backends.testing.strategies import AttentionCase
 NEEDS_HOSTS = "RING_BACKENDS_NEEDS_HOSTS"
 """Environment variable: if it is set, tests fail instead of being skipped on a machine without namespaces."""
 
-PORT = "29517"
 TIMEOUT = 6.0
 """Timeout in seconds of rings whose peers are lost."""
 
 PATIENCE = 120.0
 """Seconds in which a rank has to start or to end. Shorter bounds are checked with times that the ranks measure."""
+
+_IN_GROUPS = replace(SMALL_CASE, ulysses_size=2)
+"""On four ranks, a rank exchanges rows for heads with one host, and its hops go to another one."""
 
 _LARGE = replace(SMALL_CASE, seq_len=1024, segment_lengths=(1024,), head_dim=16)
 """On four ranks, a hop has 256 KiB. It takes a tenth of a second at 20 Mbit/s."""
@@ -90,13 +92,7 @@ class Ranks:
         max_calls: int = 5,
     ) -> None:
         self.folder, self.size = folder, len(hosts.names)
-        shared = {"LOCAL_RANK": "0", "WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": "1"}
-        shared |= {"MASTER_ADDR": hosts.address(0), "MASTER_PORT": PORT}
-        arguments = (adapter, folder, timeout, case, max_calls)
-        self.processes = [
-            hosts.call(host, make_calls, arguments, {**shared, "RANK": str(host)}, folder / f"{host}.log")
-            for host in range(self.size)
-        ]
+        self.processes = hosts.call_ranks(make_calls, (adapter, folder, timeout, case, max_calls), folder)
 
     def wait_for_calls(self, number: int, seconds: float = PATIENCE) -> None:
         """Wait until every rank has made ``number`` calls."""
@@ -143,13 +139,13 @@ class HostTests(AdapterSuite):
     def test_calls_over_a_bad_network(self, hosts: Hosts, tmp_path: Path) -> None:
         """The network is slow, and delays, reorders and loses packets."""
         hosts.disturb(_RATE, delay=0.01, jitter=0.02, loss=0.02)
-        ranks = Ranks(hosts, self.adapter, tmp_path, timeout=60)
+        ranks = Ranks(hosts, self.adapter, tmp_path, timeout=60, case=_IN_GROUPS)
         reports = [ranks.report(rank, time.monotonic() + PATIENCE) for rank in range(NUM_HOSTS)]
         for report in reports:
             assert report.ended.error == "no error", report
             assert report.is_equal
-        results = whole([report.results for report in reports], SMALL_CASE.seq_len, "contiguous")
-        check_results(results, expected(SMALL_CASE), FP64_TOLERANCE)
+        results = whole([report.results for report in reports], _IN_GROUPS.seq_len, "contiguous")
+        check_results(results, expected(_IN_GROUPS), FP64_TOLERANCE)
 
     @requires("a lost rank")
     @pytest.mark.parametrize("loss", once_but("link-of-first", of=LOSSES))

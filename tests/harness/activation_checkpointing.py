@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from ring_backends.testing.calls import LocalCall
 from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.correctness import CASE
 from ring_backends.testing.failing_calls import ending
+from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.rings import RingSpec, every_size_and_layout, ring_here
 from ring_backends.testing.world import on_every_rank
 
@@ -86,7 +88,7 @@ def check(call: LocalCall, region: Region, way: Run, repeats: bool, tolerance: f
     assert (forward[0] > 0) == (ring.size > 1) or ring.rank == ring.size - 1 > 0, forward
 
 
-def check_two_calls(call: LocalCall, how: str) -> None:
+def check_two_calls(call: LocalCall, how: str, tolerance: float = 1e-13) -> None:
     """Check a region with two calls of attention."""
 
     def region(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +96,7 @@ def check_two_calls(call: LocalCall, how: str) -> None:
         out, lse = call.attention(first.sin(), key, value, return_lse=True, **call.options)
         return out + first, lse
 
-    check(call, region, WAYS[how], how in RECOMPUTING, 1e-13)
+    check(call, region, WAYS[how], how in RECOMPUTING, tolerance)
 
 
 @core
@@ -105,6 +107,13 @@ class ActivationCheckpointTests(AdapterSuite):
     def test_activation_checkpointing(self, rings: RingSpec, layout: LayoutKind, how: str) -> None:
         if ring_here(self.adapter, rings) is not None:
             check_two_calls(self.call(CASE, rings, layout), how)
+
+    @pytest.mark.parametrize("how", matrix_but("kept", of=(*RECOMPUTING, *KEEPING)))
+    @on_every_rank
+    def test_gradients_in_bf16_on_the_wire_of_groups(self, how: str) -> None:
+        """Results are bitwise equal. Exchanges are repeated as hops are."""
+        case = replace(CASE, dtype=torch.bfloat16, ulysses_size=2)
+        check_two_calls(self.call(case, grad_wire_dtype=torch.bfloat16), how, tolerance=0)
 
     @pytest.mark.parametrize("how", ALSO_KEEPING)
     @on_every_rank

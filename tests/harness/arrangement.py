@@ -5,6 +5,7 @@ The tests check size and order, and also the results of attention on these rings
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from datetime import timedelta
@@ -16,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from ring_backends.cost import arrangement, probe
+from ring_backends.cost.probe import slowest
 from ring_backends.errors import RingMismatchError
-from ring_backends.ring.topology import HOST_VARIABLE
+from ring_backends.ring.topology import HOST_VARIABLE, UlyssesSize
 from ring_backends.testing.calls import local_call
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import ending
@@ -31,6 +33,19 @@ _ROW = 4 * (4 + 2) * _CASE.head_dim * 8
 """Bytes of one position in query, key, value, out and their gradients, in fp64."""
 
 _HOSTS = ("a", "b", "c", "a")
+
+
+_FULL = AttentionCase(16, (16,), (1,), dtype=torch.float64)
+
+GROUPS_OF_HOSTS: dict[str, tuple[str, int, str, list[int]]] = {
+    "one host": ("aaaa", 4, "rank", [4]),
+    "neighbours": ("aabb", 4, "rank", [2]),
+    "round-robin": ("abab", 4, "rank", [1]),
+    "by topology": ("abab", 4, "topology", [2]),
+    "three of a host": ("aaab", 4, "rank", [1]),
+    "two rings": ("aabc", 2, "rank", [2, 1]),
+}
+"""The host of each rank, the ring size, the order, and the group size of each ring."""
 
 
 def _initialize(adapter: str, **options: Any) -> Any:
@@ -56,6 +71,26 @@ class ArrangementTests(AdapterSuite):
         assert (ring.data_rank, ring.rank) == place, ring
         assert (ring.ranks, ring.data_size) == (rings.rings[place[0]], len(rings.rings)), ring
 
+    @core
+    @requires("several rings per world", "rings by topology")
+    @pytest.mark.parametrize(
+        ("hosts", "ring_size", "order", "group_sizes"), GROUPS_OF_HOSTS.values(), ids=GROUPS_OF_HOSTS.keys()
+    )
+    @on_every_rank
+    def test_groups_are_within_hosts(self, hosts: str, ring_size: int, order: Any, group_sizes: list[int]) -> None:
+        """A call takes the largest divisor of the size that divides its heads."""
+        with mock.patch.dict(os.environ, {HOST_VARIABLE: hosts[dist.get_rank()]}):
+            ring = backend(self.adapter).initialize(ring_size, ring_order=order, ulysses_size="auto", timeout=60)
+        size = group_sizes[ring.data_rank]
+        assert (ring.ulysses_size, ring.hosts) == (size, tuple(hosts[rank] for rank in ring.ranks)), ring
+        for heads in (1, 3, 4, 6):
+            ring.traffic.reset()
+            case = replace(_FULL, num_heads=heads, num_kv_heads=heads)
+            local_call(self.adapter, ring, case).check()
+            group_size = math.gcd(size, heads)
+            hops, exchanges = 3 * (ring.size // group_size - 1), 7 * (group_size - 1)
+            assert ring.traffic.messages == hops + exchanges, (ring, heads, ring.traffic)
+
     @THOROUGH
     @core
     @requires("automatic ring size", "rings by topology")
@@ -71,7 +106,7 @@ class ArrangementTests(AdapterSuite):
         options = {"ring_order": order, "memory_bytes": 3 * _ROW * _CASE.seq_len // ranks}
         with (
             mock.patch.dict(os.environ, {HOST_VARIABLE: _HOSTS[dist.get_rank()]}),
-            mock.patch.object(arrangement, "slowest", lambda found: replace(probe.slowest(found), latency_seconds=1.0)),
+            mock.patch.object(probe, "slowest", lambda found: replace(slowest(found), latency_seconds=1.0)),
         ):
             ring = _initialize(self.adapter, ring_size="auto", **options, **_needs(_CASE))
         cut = {"rank": (0, 1, 2, 3), "topology": (0, 3, 1, 2)}[order]
@@ -90,11 +125,15 @@ class ArrangementTests(AdapterSuite):
     @THOROUGH
     @core
     @requires("automatic ring size", "several rings per world")
+    @pytest.mark.parametrize(
+        ("ulysses_size", "group_size"), [(1, 1), (2, 2), ("auto", 2)], ids=["alone", "groups", "auto"]
+    )
     @on_every_rank
-    def test_a_ring_that_pays_is_chosen(self) -> None:
+    def test_a_ring_that_pays_is_chosen(self, ulysses_size: UlyssesSize, group_size: int) -> None:
         long = replace(_CASE, seq_len=2**20, segment_lengths=(2**20,), dilation_rates=(1,), is_causal=False)
-        ring = _initialize(self.adapter, ring_size="auto", memory_bytes=10**12, **_needs(long))
-        assert (ring.size, ring.data_size, ring.rank) == (2, 2, dist.get_rank() % 2), ring
+        options: dict[str, Any] = {"ring_size": "auto", "memory_bytes": 10**12, "ulysses_size": ulysses_size}
+        ring = _initialize(self.adapter, **options, **_needs(long))
+        assert (ring.size, ring.rank, ring.ulysses_size) == (2, dist.get_rank() % 2, group_size), ring
 
     @requires("automatic ring size")
     @on_every_rank

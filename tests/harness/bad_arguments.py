@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from inspect import signature
 from typing import Any, NamedTuple
@@ -107,6 +108,9 @@ BAD_CALLS = {
     "mask on another device": _bad("key_padding_mask", "meta", key_padding_mask=_ELSEWHERE.bool()),
     "is_causal a number": _bad("is_causal = 1", error=TypeError, is_causal=1),
     "return_lse a tensor": _bad("return_lse = tensor", error=TypeError, return_lse=torch.zeros(2)),
+    "heads that groups do not divide": _bad(
+        "ulysses_size = 4", "2 query heads", ring=lambda x: replace(x, ulysses_size=4), query=lambda x: x[:, :, :2]
+    ),
 }
 
 
@@ -136,6 +140,10 @@ BAD_RINGS = {
     "timeout 0": _bad("timeout = 0:00:00", timeout=timedelta(0)),
     "buffer_bytes below 0": _bad("buffer_bytes = -1", buffer_bytes=-1),
     "buffer_bytes a float": _bad("buffer_bytes = 1.5", error=TypeError, buffer_bytes=1.5),
+    "ulysses_size 0": _bad("ulysses_size = 0", ulysses_size=0),
+    "ulysses_size a float": _bad("ulysses_size = 2.0", error=TypeError, ulysses_size=2.0),
+    "ulysses_size that does not divide the ring": _bad("ulysses_size = 4", "2 ranks", ring_size=2, ulysses_size=4),
+    "ulysses_size that does not divide the world": _bad("ulysses_size = 3", "4 ranks", ulysses_size=3),
     "group a list": _bad("group = [0, 1]", error=TypeError, group=[0, 1]),
     "group of two axes": _bad("group", "'data', 'ring'", group=_mesh),
     "ring_size auto of nothing": _bad("ring_size = 'auto'", "seq_len", "head_dim", ring_size="auto"),
@@ -145,6 +153,8 @@ BAD_RINGS = {
     "seq_len without auto": _chosen("seq_len = 16", "ring_size = 2", ring_size=2),
     "ring_order": _bad("ring_order = 'name'", "'topology'", ring_order="name"),
     "ring_order and group": _bad("ring_order = 'topology'", "group", ring_order="topology", group=_whole_world),
+    "ulysses_size that does not divide the heads": _chosen("ulysses_size = 8", "4 query heads", ulysses_size=8),
+    "ring_size auto of no such groups": _chosen("ulysses_size = 3", "4 ranks", ulysses_size=3, num_heads=6),
     "an unknown argument": _chosen("num_head = 8", error=TypeError, num_head=8),
     "ring_size and group": _bad("ring_size = 2", "4", ring_size=2, group=_whole_world),
 }

@@ -99,7 +99,7 @@ class LocalCall:
 def new_attention(adapter: str, ring: Ring | None, case: AttentionCase, **options: Any) -> Any:
     """Construct the adapter's attention module with the options of a case."""
     if ring is not None:
-        ring = replace(ring, buffer_bytes=case.buffer_bytes)
+        ring = case.on_ring(ring)
     return backend(adapter).RingDilatedAttention(
         **case.pattern_options(), ring=ring, scale=case.scale, dropout_p=case.dropout_p, **options
     )

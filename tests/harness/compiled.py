@@ -18,7 +18,7 @@ import ring_backends
 from ring_backends.testing.calls import LocalCall, Results, check_results, local_call
 from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.marks import MORE_CASES, matrix_but
-from ring_backends.testing.rings import FOUR, ONE, RingSpec
+from ring_backends.testing.rings import FOUR, IN_GROUPS, ONE, RingSpec
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import on_every_rank
 
@@ -89,7 +89,7 @@ class CompileTests(AdapterSuite):
 
     @core
     @pytest.mark.parametrize("name", matrix_but("all", of=CASES))
-    @pytest.mark.parametrize("rings", matrix_but(FOUR, of=(FOUR, ONE)), ids=str)
+    @pytest.mark.parametrize("rings", matrix_but(FOUR, of=(FOUR, IN_GROUPS, ONE)), ids=str)
     @on_every_rank
     def test_a_compiled_call_is_one_graph(self, rings: RingSpec, name: str) -> None:
         case, ring, graphs = CASES[name], self.ring(rings, "zigzag"), Graphs()

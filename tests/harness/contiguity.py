@@ -13,7 +13,8 @@ from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import LocalCall, Results, check_results
 from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.failing_calls import ending
-from ring_backends.testing.rings import in_every_layout
+from ring_backends.testing.marks import matrix_but
+from ring_backends.testing.rings import FOUR, IN_GROUPS, RingSpec, in_every_layout
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import on_every_rank
 
@@ -66,10 +67,11 @@ def _results(call: LocalCall, tensors: list[Tensor], mask: Tensor) -> Results:
 
 @core
 class ContiguityTests(AdapterSuite):
+    @pytest.mark.parametrize("rings", matrix_but(FOUR, of=(FOUR, IN_GROUPS)), ids=str)
     @in_every_layout("view", VIEWS, quick_every=6)
     @on_every_rank
-    def test_views_give_the_results_of_contiguous_copies(self, layout: LayoutKind, view: str) -> None:
-        check_view(self.call(_CASE, layout=layout, gradients=False), view)
+    def test_views_give_the_results_of_contiguous_copies(self, layout: LayoutKind, view: str, rings: RingSpec) -> None:
+        check_view(self.call(_CASE, rings, layout, gradients=False), view)
 
     @pytest.mark.parametrize("name", ["query", "key", "value", "key_padding_mask", "out"])
     @on_every_rank

@@ -22,6 +22,7 @@ from ring_backends.testing.marks import THOROUGH, matrix_but, needs_gpu
 from ring_backends.testing.rings import (
     ALL_RINGS,
     FOUR,
+    IN_GROUPS,
     LAYOUTS,
     ONE,
     THREE,
@@ -103,6 +104,13 @@ EDGE_CASES = {
     "narrow values, causal, masked": _case(
         head_dim=6, value_dim=3, is_causal=True, masked="random", sinks=True, num_kv_heads=4
     ),
+    "groups of four, causal": _case(
+        ulysses_size=4, is_causal=True, num_kv_heads=2, sinks=True, masked="random", value_dim=5, score_mod="parity"
+    ),
+    "groups of two": _case(
+        (9, 26), (2, 3), ulysses_size=2, batch=2, num_kv_heads=1, documents="some", dropout_p=0.3, scale=-0.5
+    ),
+    "an empty batch in groups": _case(batch=0, ulysses_size=2, num_kv_heads=2, masked="random", documents="some"),
 }
 
 _LONGER = AttentionCase(163, (163,), (1,), num_heads=4, num_kv_heads=4, head_dim=16)
@@ -217,12 +225,13 @@ class CorrectnessTests(AdapterSuite):
             shorter = [replace(case, dtype=dtype) for case in ROUNDED_CASES]
             check_rounding(world, self.adapter, rings, layout, shorter, device="cuda")
 
+    @pytest.mark.parametrize("rings", matrix_but(FOUR, of=(FOUR, IN_GROUPS)), ids=str)
     @pytest.mark.parametrize(
         "needed", [("query",), ("key",), ("value",), ("key", "value"), ("query", "value")], ids="-".join
     )
     @on_every_rank
-    def test_only_some_inputs_need_gradients(self, needed: tuple[str, ...]) -> None:
-        call = self.call(CASE, gradients=False)
+    def test_only_some_inputs_need_gradients(self, needed: tuple[str, ...], rings: RingSpec) -> None:
+        call = self.call(CASE, rings, gradients=False)
         for name in needed:
             getattr(call, name).requires_grad_()
         call().backward(call.grad_out)

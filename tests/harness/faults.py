@@ -24,7 +24,7 @@ from ring_backends.testing.calls import case_of_ring, local_call
 from ring_backends.testing.capabilities import AdapterSuite, requires
 from ring_backends.testing.failing_calls import A_MOMENT, AT_ONCE, ODD_RANK, SHORT, SMALL_CASE, Ended, ending, shorten
 from ring_backends.testing.marks import MORE_CASES, THOROUGH, matrix_but
-from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, get_ready, new_ring
+from ring_backends.testing.rings import FOUR, IN_GROUPS, TWO, RingSpec, backend, get_ready, new_ring
 from ring_backends.testing.world import World, on_every_rank
 
 TIMEOUT, BOUND, LATE = 3.0, 10.0, 1.0
@@ -47,17 +47,24 @@ FAULTS: dict[str, Callable[[], Any]] = {
 }
 """What happens on rank 1 of the first ring before it posts a hop. ``"raises"``: the tile of this hop raises."""
 
-HOPS = [(rings, hop) for rings in (FOUR, TWO) for hop in range(3 * (rings.size - 1))]
-"""Every hop, counted through forward and backward.
+NUM_HOPS = {FOUR: 9, TWO: 3, IN_GROUPS: 10}
+"""How often a rank posts in a forward and backward.
 
-On p ranks that see all keys, K and V take p − 1 hops in forward and in backward. dK and dV take p − 1.
+On p ranks that see all keys, K and V take p − 1 hops in forward and in backward. dK and dV take p − 1. In groups, there
+are exchanges too: of keys, of queries, and of results, which in the backward are dQ, and dK with dV.
 """
 
+EXCHANGED = {0: "the rows of its heads", 8: "the results of its rows"}
+"""What rank 0 waits for if rank 1 of its group does not post the first exchange, or the one of dQ."""
+
+HOPS = [(rings, hop) for rings, count in NUM_HOPS.items() for hop in range(count)]
+
 LOSSES = [(rings, fault, hop) for rings, hop in HOPS for fault in ("killed", "exits", "stopped")]
-"""Every kind of loss at every hop, in rings of four and of two."""
+"""Every kind of loss at every hop."""
 
 QUICK_LOSS = (FOUR, "killed", 1)
 SOME_LOSSES = [QUICK_LOSS, (FOUR, "exits", 4), (FOUR, "stopped", 8), (TWO, "stopped", 0)]
+SOME_LOSSES += [(IN_GROUPS, "killed", 0), (IN_GROUPS, "stopped", 8)]
 
 
 def call_with_fault(adapter: str, rings: RingSpec, fault: str, hop: int, seconds: float = TIMEOUT) -> list[Ended]:
@@ -126,8 +133,11 @@ class FaultTests(AdapterSuite):
             if rank in rings.rings[0]:
                 first, again, left = outcome.value
                 first.check(RingPeerError, within=TIMEOUT + BOUND)
-                assert re.search(rf"rank {rank} waited in step \d+ of (forward|backward)", first.message), first
+                where = r"(step \d+|an exchange) of (forward|backward)"
+                assert re.search(rf"rank {rank} waited in {where}", first.message), first
                 assert re.search(r"from rank \[\d?\] and to rank \[\d?\]", first.message), first
+                if rank == 0 and rings == IN_GROUPS and hop in EXCHANGED:
+                    assert f"for {EXCHANGED[hop]} from rank [1] and to rank [1]" in first.message, first
                 again.check(RingPeerError, "initialize()", within=TIMEOUT)
                 assert left.error == "no error", left
                 assert left.seconds < BOUND

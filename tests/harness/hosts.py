@@ -24,12 +24,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from ring_backends.ring.topology import HOST_VARIABLE
 from ring_backends.testing.world import process_context
 
 _CLONE_NEWNET = 0x40000000
 _NAMESPACES = Path("/run/netns")  # where `ip netns add` makes them
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _MTU = 9000
+_PORT = "29517"  # of the store on the first host
 _SEEN = itertools.count()
 
 
@@ -81,8 +83,25 @@ class Hosts:
         self._processes.append((host, process))
         return process
 
+    def call_ranks(
+        self, function: Callable[..., None], args: Sequence[Any], folder: Path, *, per_host: int = 1
+    ) -> list[BaseProcess]:
+        """Call a function on ``per_host`` ranks of each host, with the variables of torchrun. Ranks go host by host.
+
+        The output of a rank goes to ``folder/RANK.log``.
+        """
+        size = per_host * len(self.names)
+        shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(per_host)}
+        shared |= {"MASTER_ADDR": self.address(0), "MASTER_PORT": _PORT}
+        processes = []
+        for rank in range(size):
+            host, local_rank = divmod(rank, per_host)
+            of_rank = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+            processes.append(self.call(host, function, args, {**shared, **of_rank}, folder / f"{rank}.log"))
+        return processes
+
     def _environment(self, host: int) -> dict[str, str]:
-        return {"GLOO_SOCKET_IFNAME": self.names[host]}
+        return {"GLOO_SOCKET_IFNAME": self.names[host], HOST_VARIABLE: self.names[host]}
 
     def lose(self, host: int) -> None:
         """Cut the links of a host and kill its processes. Peers do not see their connections close."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 
 import pytest
@@ -12,7 +13,16 @@ from torch import Tensor
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import local_call
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
-from ring_backends.testing.rings import ALL_RINGS, TWO, RingSpec, every_ring, in_every_layout, ring_here, rows_of_ranks
+from ring_backends.testing.rings import (
+    ALL_RINGS,
+    IN_GROUPS,
+    TWO,
+    RingSpec,
+    every_ring,
+    in_every_layout,
+    ring_here,
+    rows_of_ranks,
+)
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import on_every_rank
 
@@ -35,6 +45,8 @@ class LayoutTests(AdapterSuite):
             assert (ring, where) == (None, None)
             return
         assert (ring.size, ring.rank, ring.ranks) == (rings.size, where[1], rings.rings[where[0]]), ring
+        hosts = [rings.hosts[rank] for rank in ring.ranks] if rings.hosts else [socket.gethostname()] * ring.size
+        assert [*ring.hosts] == (hosts if ring.size > 1 else []), ring
         if len(rings.rings) * rings.size == 4:  # the rings tile the world
             assert (ring.data_size, ring.data_rank) == (len(rings.rings), where[0]), ring
 
@@ -89,7 +101,7 @@ class LayoutTests(AdapterSuite):
     @core
     @on_every_rank
     def test_layouts_of_one_ring_share_its_group_and_traffic(self) -> None:
-        ring = self.new_ring(layout="zigzag")
+        ring = self.new_ring(IN_GROUPS, layout="zigzag")
         other = ring.with_layout("contiguous")
         local_call(self.adapter, other, _CASE)()
         assert other.traffic.bytes > 0
@@ -98,5 +110,5 @@ class LayoutTests(AdapterSuite):
         assert (other.size, other.rank) == (ring.size, ring.rank), other
         for made, layout in ((ring, "zigzag"), (other, "contiguous")):
             assert made.layout_kind == layout, made
-            assert made.buffer_bytes == 0, made
+            assert (made.buffer_bytes, made.ulysses_size) == (0, 2), made
             torch.testing.assert_close(made.positions(27), rows_of_ranks(27, 4, layout)[ring.rank])

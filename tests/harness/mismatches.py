@@ -19,7 +19,7 @@ from ring_backends.testing.calls import local_call, new_attention
 from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.failing_calls import A_MOMENT, AT_ONCE, ODD_RANK, SHORT, SMALL_CASE, ending, shorten
 from ring_backends.testing.marks import matrix_but
-from ring_backends.testing.rings import FOUR
+from ring_backends.testing.rings import FOUR, IN_GROUPS, RingSpec
 from ring_backends.testing.score_functions import see_even_distances
 from ring_backends.testing.world import on_every_rank
 
@@ -61,6 +61,7 @@ DIFFERENCES = {
     "is_causal": Difference("is_causal", "False", "True", {"is_causal": True}),
     "scale": Difference("scale", str(8**-0.5), "0.5", {"scale": 0.5}),
     "buffers": Difference("buffer_bytes", "0", "4096", {"buffer_bytes": 4096}),
+    "groups": Difference("ulysses_size", "1", "2", {"ulysses_size": 2}),
     "mask": Difference("key_padding_mask", "none", "given", {"masked": "random"}),
     "sinks": Difference("sinks", "none", "given", {"sinks": True}),
     "score_mod": Difference(
@@ -111,13 +112,14 @@ class MismatchTests(AdapterSuite):
         ending(attend).check(RingMismatchError, text, within=AT_ONCE)
 
     @pytest.mark.parametrize("name", matrix_but("batch", of=LATER))
+    @pytest.mark.parametrize("rings", matrix_but(FOUR, of=(FOUR, IN_GROUPS)), ids=str)
     @on_every_rank
-    def test_ranks_that_disagree_later_are_reported_in_time(self, name: str) -> None:
+    def test_ranks_that_disagree_later_are_reported_in_time(self, rings: RingSpec, name: str) -> None:
         """The ranks have agreed on both calls before. Therefore no check precedes the first hop.
 
         Then one rank makes the difference, and then all ranks make an equal call.
         """
-        ring = self.new_ring()
+        ring = self.new_ring(rings)
         other_case = replace(SMALL_CASE, batch=64) if name == "batch" else SMALL_CASE
         attention = other_attention = new_attention(self.adapter, ring, SMALL_CASE)
         if name == "order of two modules":

@@ -14,7 +14,7 @@ from ring_backends.training import chunked_cross_entropy
 
 VOCABULARY = 11
 MAX_LEN = 32
-_WIDTH, _HEADS = 12, 3
+_WIDTH, _HEADS = 12, 6
 
 MakeAttention = Callable[[], nn.Module]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from ring_backends.ring.ring import Ring
-from ring_backends.ring.topology import HOST_VARIABLE
+from ring_backends.ring.topology import HOST_VARIABLE, UlyssesSize
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.marks import MORE_CASES
 
@@ -39,12 +39,14 @@ class RingSpec:
         how: the argument of ``initialize``: a ring size, a process group, an axis of a 2 × 2 DeviceMesh, or a ring
             size with ``ring_order="topology"``.
         hosts: the simulated host of each global rank, for ``ring_order="topology"``.
+        ulysses_size: how many neighbouring ranks exchange rows for heads; ``"auto"`` for those of a host.
     """
 
     name: str
     rings: tuple[tuple[int, ...], ...]
     how: Literal["size", "group", "mesh axis", "hosts"]
     hosts: tuple[str, ...] = ()
+    ulysses_size: UlyssesSize = 1
 
     def __str__(self) -> str:
         return self.name
@@ -76,10 +78,12 @@ ONE = RingSpec("1", ((0,), (1,), (2,), (3,)), "size")
 TWO = RingSpec("2", ((0, 1), (2, 3)), "size")
 THREE = RingSpec("3-on-1,2,3", ((1, 2, 3),), "group")
 FOUR = RingSpec("4", ((0, 1, 2, 3),), "size")
+IN_GROUPS = RingSpec("4-in-groups", ((0, 1, 2, 3),), "size", ulysses_size=2)
 TWO_APART = RingSpec("2-on-1,3", ((1, 3),), "group")
 MESH_ROWS = RingSpec("mesh-rows", ((0, 1), (2, 3)), "mesh axis")
 MESH_COLUMNS = RingSpec("mesh-columns", ((0, 2), (1, 3)), "mesh axis")
 BY_HOSTS = RingSpec("4-by-hosts", ((0, 3, 1, 2),), "hosts", ("a", "b", "c", "a"))
+PAIRS_BY_HOSTS = RingSpec("4-in-pairs-by-hosts", ((0, 2, 1, 3),), "hosts", ("a", "b", "a", "b"), "auto")
 TWO_BY_HOSTS = RingSpec("2-by-hosts", ((0, 2), (1, 3)), "hosts", ("b", "a", "b", "a"))
 """Rings ordered by host. Their order differs from the order of ranks."""
 
@@ -88,7 +92,7 @@ ONE_OF_TWO = RingSpec("1-of-2", ((0,), (1,)), "size")
 TWO_OF_TWO = RingSpec("2-of-2", ((0, 1),), "size")
 THREE_OF_THREE = RingSpec("3-of-3", ((0, 1, 2),), "size")
 
-ALL_RINGS = (ONE, TWO, THREE, FOUR, TWO_APART, MESH_ROWS, MESH_COLUMNS, BY_HOSTS)
+ALL_RINGS = (ONE, TWO, THREE, FOUR, TWO_APART, MESH_ROWS, MESH_COLUMNS, BY_HOSTS, PAIRS_BY_HOSTS)
 SIZES = (ONE, TWO, THREE, FOUR)
 LAYOUTS: tuple[LayoutKind, ...] = ("contiguous", "zigzag")
 
@@ -156,9 +160,8 @@ def new_ring(adapter: str, rings: RingSpec, seconds: float = 60.0, layout: Layou
 
 def _join(adapter: str, rings: RingSpec, seconds: float, layout: LayoutKind) -> Ring | None:
     timeout = timedelta(seconds=seconds)
-    initialize: Callable[..., Ring] = partial(
-        backend(adapter).initialize, layout=layout, timeout=timeout, buffer_bytes=0
-    )
+    options = {"layout": layout, "timeout": timeout, "buffer_bytes": 0, "ulysses_size": rings.ulysses_size}
+    initialize: Callable[..., Ring] = partial(backend(adapter).initialize, **options)
     if rings.how == "size":
         return initialize(rings.size)
     if rings.how == "hosts":

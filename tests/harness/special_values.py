@@ -29,6 +29,7 @@ SPOILED = {
     "causal": replace(_CASE, is_causal=True),
     "documents": replace(_CASE, batch=1, documents="some"),
     "documents in no order, causal": replace(_CASE, batch=1, documents="shuffled", is_causal=True),
+    "groups": replace(_CASE, num_kv_heads=1, is_causal=True, ulysses_size=2),
 }
 
 LARGE = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import LayoutKind, SequenceLayout
 from ring_backends.schedule.pattern import DilatedPattern
 from ring_backends.schedule.ring_schedule import RingSchedule
@@ -48,6 +49,8 @@ class AttentionCase:
             ``"resumed"``: two documents take turns, for 40 rows each.
         replica: the index of the ring in the world. The dropout mask depends on it.
         buffer_bytes: that of the ring. With 0, most rows of such small calls travel along chains.
+        ulysses_size: how many neighbouring ranks exchange rows for heads. The harness takes the largest divisor of this
+            number that divides the ring size and ``num_heads``.
     """
 
     seq_len: int
@@ -74,6 +77,7 @@ class AttentionCase:
     seed: int = 0
     spoiled: tuple[tuple[str, int, float], ...] = ()
     buffer_bytes: int | None = 0
+    ulysses_size: int = 1
 
     def __repr__(self) -> str:
         """The constructor call, without default values."""
@@ -100,7 +104,16 @@ class AttentionCase:
         """The schedule of this call on a ring."""
         layout_of_call = SequenceLayout(self.seq_len, ring_size, layout)
         pattern = DilatedPattern(**self.pattern_options())
-        return RingSchedule(pattern, layout_of_call, self.num_heads, self.num_kv_heads, self.is_causal)
+        group_size = math.gcd(self.ulysses_size, ring_size, self.num_heads)
+        heads = self.num_heads, self.num_kv_heads
+        return RingSchedule(pattern, layout_of_call, *heads, self.is_causal, group_size)
+
+    def on_ring(self, ring: Ring) -> Ring:
+        """The ring with the options of the case."""
+        ring = replace(ring, buffer_bytes=self.buffer_bytes)
+        if self.ulysses_size == 1:
+            return ring
+        return replace(ring, ulysses_size=math.gcd(self.ulysses_size, ring.size), fits_heads=True)
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments for ``dilated_attention`` and ``reference_attention``, without tensors."""
@@ -259,6 +272,7 @@ def attention_cases(
     score_mods: Sequence[str | None] = (None, None, None, *NAMES),
     dropout_ps: Sequence[float] = (0.0, 0.0, 0.3),
     dtypes: Sequence[torch.dtype] = DTYPES,
+    ulysses_sizes: Sequence[int] = (1, 12),
 ) -> AttentionCase:
     """Valid :class:`AttentionCase` values. Each option shrinks towards its first choice."""
     some, many = min(12, max_n), max(1, max_n // 4)
@@ -296,6 +310,7 @@ def attention_cases(
         dtype=draw(st.sampled_from(dtypes)),
         seed=draw(st.integers(0, 2**16)),
         buffer_bytes=draw(st.sampled_from([0, None, 400, 4000])),
+        ulysses_size=draw(st.sampled_from(ulysses_sizes)),
     )
 
 

@@ -23,6 +23,7 @@ from ring_backends.testing.marks import MORE_CASES, matrix_but
 from ring_backends.testing.models import ChunkedLoss, PlacedModel, unit_sgd, weight_of
 from ring_backends.testing.rings import (
     FOUR,
+    IN_GROUPS,
     ONE_OF_TWO,
     THREE,
     TWO,
@@ -158,6 +159,10 @@ class TrainingTests(TrainingSuite):
         self, world: World, rings: RingSpec, layout: LayoutKind, precision: Precision
     ) -> None:
         self.check_training(world, rings, layout, Recipe(dtype=precision.dtype), precision.tolerance)
+
+    @every_precision
+    def test_gradients_in_groups(self, world: World, precision: Precision) -> None:
+        self.check_training(world, IN_GROUPS, "zigzag", Recipe(dtype=precision.dtype), precision.tolerance)
 
     @pytest.mark.parametrize("rings", [TWO_OF_TWO, ONE_OF_TWO], ids=["1x2", "2x1"])
     def test_gradients_on_two_ranks(self, pair: World, rings: RingSpec) -> None:

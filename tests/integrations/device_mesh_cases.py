@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from ring_backends.integrations import device_mesh
 from ring_backends.integrations.device_mesh import RingDilated, context_parallel
+from ring_backends.ring.topology import UlyssesSize
 from ring_backends.testing.training_runs import IGNORED
 
 N, VOCABULARY, WIDTH, HEADS, BATCH, STEPS = 45, 23, 32, 4, 4, 10
@@ -121,7 +122,14 @@ def without_sync(model: nn.Module) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, **{name: False})
 
 
-def run(kind: Kind, shape: Any = None, strategy: str = "ddp", layout: Any = "contiguous", compiled: Any = False) -> Any:
+def run(
+    kind: Kind,
+    shape: Any = None,
+    strategy: str = "ddp",
+    layout: Any = "contiguous",
+    compiled: Any = False,
+    ulysses_size: UlyssesSize = 1,
+) -> Any:
     """Train for ten steps.
 
     Args:
@@ -138,7 +146,8 @@ def run(kind: Kind, shape: Any = None, strategy: str = "ddp", layout: Any = "con
         mesh = mesh_of(shape)
         device_mesh._axes.clear()  # for a ring with this layout
         data_size, data_rank, world = shape[0], mesh.get_local_rank("data"), dist.get_world_size()
-        parallelize_module(model, mesh["ring"], {PLANS[kind]: RingDilated([N], [1], layout=layout)})
+        style = RingDilated([N], [1], layout=layout, ulysses_size=ulysses_size)
+        parallelize_module(model, mesh["ring"], {PLANS[kind]: style})
         if strategy == "ddp":
             wrapped = without_sync(model)
         else:

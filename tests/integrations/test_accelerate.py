@@ -32,9 +32,9 @@ def test_two_ranks(two: World) -> None:
 
 
 @LONG
-@pytest.mark.parametrize("name", ["qwen3-packed", "llama"])
-def test_two_by_two(four: World, name: str) -> None:
-    assert_equal(four.run(run_accelerate, name, 2, "zigzag"), run_accelerate(name, None))
+@pytest.mark.parametrize(("name", "ulysses_size"), [("qwen3-packed", 1), ("llama", 2)])
+def test_two_by_two(four: World, name: str, ulysses_size: int) -> None:
+    assert_equal(four.run(run_accelerate, name, 2, "zigzag", ulysses_size), run_accelerate(name, None))
 
 
 def rates(ring_size: int | None) -> list[float]:

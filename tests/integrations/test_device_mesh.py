@@ -41,11 +41,15 @@ every_model = pytest.mark.parametrize("case", CASES, ids="-".join)
 
 @every_model
 def test_training_on_two_ranks(two: World, case: tuple[Kind, str]) -> None:
-    """1 × 2 in both layouts, and 2 × 1."""
+    """1 × 2 in both layouts, once in a group of two, and 2 × 1."""
     kind, strategy = case
     expected = run(kind)
-    for shape, layout in (((1, 2), "contiguous"), ((1, 2), "zigzag"), ((2, 1), "contiguous")):
-        assert_equal(two.run(run, kind, shape, strategy, layout), expected)
+    for shape, layout, ulysses_size in (
+        ((1, 2), "contiguous", "auto"),
+        ((1, 2), "zigzag", 1),
+        ((2, 1), "contiguous", 1),
+    ):
+        assert_equal(two.run(run, kind, shape, strategy, layout, ulysses_size=ulysses_size), expected)
 
 
 @THOROUGH
@@ -184,11 +188,12 @@ def test_rows_that_are_sharded_already(two: World) -> None:
 
 def copies_here() -> list[Tensor]:
     """Logits of a converted model, of a deep copy, with activation checkpointing, and with parameters that a plain
-    model loads.
+    model loads. The ranks share a host, so they form a group.
     """
     model, plain = make_model("decoder"), make_model("decoder")
     names = [*model.state_dict()]
-    mesh, model = mesh_of((1, 2))["ring"], put(model, RingDilated([N], [1]), "layers.*.inner_attention")
+    style = RingDilated([N], [1], ulysses_size="auto")
+    mesh, model = mesh_of((1, 2))["ring"], put(model, style, "layers.*.inner_attention")
     with torch.no_grad():
         model.head.weight.mul_(2)
     assert [*model.state_dict()] == names
@@ -206,6 +211,7 @@ def copies_here() -> list[Tensor]:
         gradients = [grad(out, [x, *layer.parameters()], dout) for out in outs]
     assert_equal([gradients[0]], gradients[1])
     ring = ring_of(mesh)
+    assert ring.ulysses_size == 2
     assert torch.equal(tokens, whole)
     assert torch.equal(model.freqs, whole_freqs)
     return [*(ring.unshard(logits, seq_len=N).detach() for logits in results), plain(whole, whole).detach()]

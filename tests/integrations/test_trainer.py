@@ -54,6 +54,12 @@ def test_three_ranks(three: World, name: str) -> None:
 
 
 @LONG
+def test_groups_of_ranks(four: World) -> None:
+    """On a ring of four, pairs exchange rows for heads. The heads have sinks, and half of the layers a window."""
+    assert_equal(four.run(run, "gpt-oss-lora", 4, "zigzag", ulysses_size=2), run("gpt-oss-lora", None))
+
+
+@LONG
 def test_two_by_two_on_the_axes_of_accelerate(four: World) -> None:
     """Rings on the cp axis, and FSDP2 over the dp_shard and cp axes."""
     assert_equal(four.run(run, "llama", 2, "contiguous", "cp"), run("llama", None))

@@ -208,12 +208,20 @@ def make_trainer(case: Case, rings: int, **arguments: Any) -> Any:
     return trainer
 
 
-def make_attached(case: Case, ring_size: int | None, layout: Any = "contiguous", **arguments: Any) -> Any:
+def make_attached(
+    case: Case,
+    ring_size: int | None,
+    layout: Any = "contiguous",
+    *,
+    ulysses_size: int = 1,
+    **arguments: Any,
+) -> Any:
     """A Trainer on rings of this size. The axes of Accelerate, if there are any, have their own ring size."""
     trainer = make_trainer(case, num_rings(ring_size), **arguments)
     if ring_size is not None:
         has_axes = "parallelism_config" in arguments
-        attach(trainer, ring_size=None if has_axes else ring_size, layout=layout)
+        ring = attach(trainer, ring_size=None if has_axes else ring_size, layout=layout, ulysses_size=ulysses_size)
+        assert ring.ulysses_size == ulysses_size, ring
     return trainer
 
 
@@ -265,10 +273,12 @@ def assert_equal(by_rank: list[dict[str, Any]], expected: dict[str, Any]) -> Non
             assert difference <= 1e-5 * max(1.0, largest), f"{name} differs by {difference}, of {largest}"
 
 
-def run(name: str, ring_size: int | None, layout: Any = "contiguous", strategy: str = "ddp") -> dict[str, Any]:
+def run(
+    name: str, ring_size: int | None, layout: Any = "contiguous", strategy: str = "ddp", ulysses_size: int = 1
+) -> dict[str, Any]:
     """Train, predict and evaluate."""
     case = CASES[name]
-    trainer = make_attached(case, ring_size, layout, **arguments_of(strategy, ring_size))
+    trainer = make_attached(case, ring_size, layout, ulysses_size=ulysses_size, **arguments_of(strategy, ring_size))
     with torch.autograd.graph.save_on_cpu() if case.saved_on_cpu else contextlib.nullcontext():
         trainer.train()
     return results_of(trainer, case)
@@ -306,7 +316,9 @@ def bf16_losses(ring_size: int | None) -> Any:
     return results_of(trainer, CASES["llama"])["loss"]
 
 
-def run_accelerate(name: str, ring_size: int | None, layout: Any = "contiguous") -> dict[str, Any]:
+def run_accelerate(
+    name: str, ring_size: int | None, layout: Any = "contiguous", ulysses_size: int = 1
+) -> dict[str, Any]:
     """A loop of Accelerate: five steps of two micro-batches of 4 documents, and an evaluation."""
     reset_accelerate()
     case = CASES[name]
@@ -314,7 +326,8 @@ def run_accelerate(name: str, ring_size: int | None, layout: Any = "contiguous")
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = make_model(case.kind, case.lora)
     if ring_size is not None:
-        attach_accelerator(accelerator, model, ring_size=ring_size, layout=layout)
+        ring = attach_accelerator(accelerator, model, ring_size=ring_size, layout=layout, ulysses_size=ulysses_size)
+        assert ring.ulysses_size == ulysses_size, ring
     collator = transformers.DataCollatorWithFlattening() if case.packed else None
     data = DataLoader(documents(40, padded=not case.packed), batch_size=4 // rings, collate_fn=collator)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -368,8 +381,8 @@ def evaluation_of_other_weights(ring_size: int | None) -> float:
     if ring_size is not None:
         with torch.no_grad():
             trainer.model.lm_head.weight += dist.get_rank()
-        ring = attach(trainer, ring_size=ring_size, buffer_bytes=4096)
-        assert ring.buffer_bytes == 4096, ring
+        ring = attach(trainer, ring_size=ring_size, buffer_bytes=4096, ulysses_size="auto")
+        assert (ring.buffer_bytes, ring.ulysses_size) == (4096, ring_size), ring
     return float(trainer.evaluate()["eval_loss"])
 
 

@@ -25,7 +25,7 @@ SIZE = 512
 def mask(p: float = P, *, seed: int = 0, batch: int = 1, num_heads: int = 1, replica: int = 0) -> Tensor:
     """The dropout factors, [batch, heads, queries, keys]."""
     dropout, positions = Dropout(p, replica), torch.arange(SIZE)
-    queries = dropout.query_words(seed, positions, batch, num_heads).transpose(1, 2)
+    queries = dropout.query_words(seed, positions, batch, range(num_heads)).transpose(1, 2)
     return dropout.weights(queries, dropout.key_words(seed, positions), torch.float64)
 
 
@@ -34,7 +34,7 @@ def mask(p: float = P, *, seed: int = 0, batch: int = 1, num_heads: int = 1, rep
 def test_the_mask_equals_the_reference(p: float, seed: int) -> None:
     positions = [0, 1, 17, 2**31, 2**40 + 3, *range(100, 200)]
     dropout, rows = Dropout(p, replica=3), torch.tensor(positions)
-    queries = dropout.query_words(seed, rows, 2, 3).transpose(1, 2)
+    queries = dropout.query_words(seed, rows, 2, range(3)).transpose(1, 2)
     factors = dropout.weights(queries, dropout.key_words(seed, rows), torch.float64)
     wanted = reference_dropout(p, seed, 3, 2, 3, positions)
     assert torch.equal(factors > 0, wanted > 0)
@@ -59,7 +59,7 @@ def test_the_reference_in_plain_integers() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_mean_weight_is_one(dtype: torch.dtype) -> None:
     dropout, rows = Dropout(1e-12, 0), torch.arange(64)
-    words = dropout.query_words(1, rows, 1, 1).transpose(1, 2), dropout.key_words(1, rows)
+    words = dropout.query_words(1, rows, 1, range(1)).transpose(1, 2), dropout.key_words(1, rows)
     assert (dropout.weights(*words, dtype) == 1 / (1 - torch.tensor(1e-12, dtype=dtype))).all()
     for p in (0.1, P, 0.9):
         factors = mask(p, num_heads=4)

@@ -32,8 +32,8 @@ Entries = list[list[list[Row]]]
 )
 def test_no_two_entries_share_a_row(case: AttentionCase, ring_size: int, layout: str, backward: bool) -> None:
     """The programs of a launch store rows without atomic operations. Triton's interpreter runs them one by one."""
-    schedule = case.schedule(ring_size, layout)
-    for rank in range(ring_size):
+    schedule = case.schedule(ring_size, layout).of_members[-1]
+    for rank in range(schedule.layout.ring_size):
         plan = rank_plan(schedule, rank, batch=1, head_dim=4, itemsize=4, backward=backward)
         for _, step in plan.steps:
             for group in tile_groups(step.all_tiles) if step.all_tiles else ():

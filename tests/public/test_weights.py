@@ -82,8 +82,9 @@ def whole_weights(ring: Ring, case: AttentionCase, positions: Any = CHOSEN) -> T
         replace(CASE, documents="some"),
         replace(CASE, segment_lengths=(8, None), window_lengths=(None, 12), offset="every"),
         replace(CASE, segment_lengths=(8, 40), dilation_rates=(2, 5), padding="zeros", offset="block"),
+        replace(CASE, is_causal=True, ulysses_size=2),
     ],
-    ids=["all", "causal, masked", "documents", "windows", "zero padding"],
+    ids=["all", "causal, masked", "documents", "windows", "zero padding", "groups"],
 )
 def test_weights_on_a_ring(pair: World, case: AttentionCase, layout: str) -> None:
     for whole in pair.run(on_ring, whole_weights, case, layout=layout):

@@ -75,7 +75,13 @@ class RingPassTests(MessageTests, TrafficTests):
 
 
 class HopTests(RingPassTests, LayoutTests, ContiguityTests, ActivationCheckpointTests, EdgeCaseTests, CorrectnessTests):
-    """The suites whose calls exchange messages. The simulated GPU cannot compile, and its kernels read no NaN."""
+    """The suites whose calls exchange messages.
+
+    The simulated GPU cannot compile, and its kernels read no NaN. It loses results in bf16 if a second dispatch mode,
+    such as that of selective checkpointing, is active.
+    """
+
+    test_gradients_in_bf16_on_the_wire_of_groups = None
 
 
 class BlockingHopTests(FaultTests, LostPeerTests, MismatchTests):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -97,6 +98,22 @@ def test_a_host_that_runs_ahead_holds_no_more_memory(has_backward: bool) -> None
 
     ahead, behind = (max(run(2, partial(peak, is_ahead=is_ahead), seconds=60)) for is_ahead in (True, False))
     assert ahead <= 1.2 * behind, f"{ahead} bytes, and {behind} of a host that waits for the GPU"
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+def test_exchanges_give_their_memory_back(batch: int) -> None:
+    """Also if a batch is empty, so that no hop and no tile follows them."""
+
+    def call(ring: SimulatedRing) -> Any:
+        attend = attention(replace(ring, ulysses_size=2))
+        inputs = [nccl_stand_in.to_device(x[:batch]) for x in local_inputs(ring)]
+        for _ in range(2):
+            out = attend(*inputs)
+            torch.autograd.grad(out, inputs, out.detach())
+        nccl_stand_in.synchronize()
+        return len(kept(ring))
+
+    assert run(2, call, seconds=60) == [1, 1]
 
 
 def test_calls_on_two_streams_share_no_memory() -> None:
@@ -235,7 +252,9 @@ def test_a_lost_peer_is_reported_without_synchronize(use: str) -> None:
             attend(*inputs)  # returns garbage, as over NCCL
             assert ring.communicator.is_aborted.wait(10)  # the stream goes on
             return ending(lambda: begin(ring))
-        hops = Hops(ring.rank, attend.ring_pass, begin(ring), ring.agreement, ring.traffic, CallMemory(DEVICE))
+        hops = Hops(
+            ring.rank, attend.ring_pass, begin(ring), ring.agreement, ring.traffic, CallMemory(DEVICE), range(2)
+        )
         post(hops, 0).wait()
         assert ring.communicator.is_aborted.wait(10)
         return ending(lambda: post(hops, 1))
@@ -412,7 +431,7 @@ def test_a_hop_that_is_posted_in_vain_is_abandoned() -> None:
         agreement.waits.end_vain_wait()
         return transfer
 
-    hops = Hops(0, ring_pass, call, agreement, ring.traffic, CallMemory(DEVICE))
+    hops = Hops(0, ring_pass, call, agreement, ring.traffic, CallMemory(DEVICE), range(2))
     with pytest.raises(RingPeerError), running(hops):
         post(hops, 0)
     assert transfer.abandon.call_count == 1

@@ -119,8 +119,8 @@ def check_forwarding(schedule: RingSchedule, plans: list[RankPlan]) -> None:
 
 
 def computed_counts(schedule: RingSchedule, plans: list[RankPlan]) -> Tensor:
-    """int64 [H, n, n]: how often all ranks together compute each (head, query position, key position)."""
-    layout, heads = schedule.layout, schedule.num_heads
+    """int64 [heads, n, n]: how often all ranks together compute each (head, query position, key position)."""
+    layout, heads = schedule.layout, len(schedule.heads)
     counts = torch.zeros(heads, layout.seq_len, layout.seq_len, dtype=torch.int64)
     positions = [layout.positions(rank) for rank in range(layout.ring_size)]
 
@@ -151,7 +151,7 @@ def computed_counts(schedule: RingSchedule, plans: list[RankPlan]) -> Tensor:
 def parcel_positions(schedule: RingSchedule, parcel: Parcel) -> Tensor:
     """The global positions of a parcel's rows, [1, streams, rows], from the layout of its source rank."""
     positions = schedule.layout.positions(owner_of(schedule.layout, parcel.start))
-    return gather(positions.view(1, -1, 1).expand(1, -1, schedule.kv_heads), parcel.source)
+    return gather(positions.view(1, -1, 1).expand(1, -1, len(schedule.kv_heads)), parcel.source)
 
 
 @lru_cache(maxsize=1024)
@@ -160,19 +160,22 @@ def owner_of(layout: SequenceLayout, position: int) -> int:
     return next(r for r in range(layout.ring_size) if any(position in piece for piece in layout.pieces(r)))
 
 
-def check_completeness(schedule: RingSchedule, plans: list[RankPlan], case: AttentionCase) -> None:
+def check_completeness(schedule: RingSchedule, case: AttentionCase) -> None:
     options = {name: value for name, value in case.options().items() if name not in ("padding", "scale")}
     expected = reference_counts(case.seq_len, case.num_heads, **options)
-    assert torch.equal(computed_counts(schedule, plans), expected)
+    counts = [computed_counts(of_member, plans_of(of_member, case)) for of_member in schedule.of_members]
+    assert torch.equal(torch.cat(counts), expected)
     assert int(schedule.pairs.sum()) == int(expected.sum())
 
 
 def check_plans(schedule: RingSchedule, case: AttentionCase) -> None:
-    plans = plans_of(schedule, case)
-    check_symmetry(plans)
-    check_forwarding(schedule, plans)
-    check_bytes(schedule, plans, case)
-    check_completeness(schedule, plans, case)
+    """Check the plans of all ranks, or with groups those of the ranks with the same heads."""
+    for of_member in schedule.of_members:
+        plans = plans_of(of_member, case)
+        check_symmetry(plans)
+        check_forwarding(of_member, plans)
+        check_bytes(of_member, plans, case)
+    check_completeness(schedule, case)
 
 
 def check_bytes(schedule: RingSchedule, plans: list[RankPlan], case: AttentionCase) -> None:
@@ -207,10 +210,11 @@ def test_branches_on_trees(part, case, ring_size, layout, message_cost, share):
     """The rows of all branches travel along trees, in one hop or in several, and in one lot or in several."""
     with every_branch_on_trees(message_cost, share=share):
         schedule = case.schedule(ring_size, layout)
-        travel = schedule.travel(**sizes_of(case), backward=True)
-        assert travel.num_steps == 0 or share < 1e9
-        check_lots(travel)
-        check_messages(schedule, travel, plans_of(schedule, case))
+        for of_member in schedule.of_members:
+            travel = of_member.travel(**sizes_of(case), backward=True)
+            assert travel.num_steps == 0 or share < 1e9
+            check_lots(travel)
+            check_messages(of_member, travel, plans_of(of_member, case))
         check_plans(schedule, case)
         with fine_cuts():
             check_plans(schedule, case)
@@ -276,8 +280,13 @@ def test_only_needed_rows_travel_and_every_visible_pair_is_computed_once(part, c
     """The last rank of each route uses the parcels that it receives. No parcel visits a rank twice."""
     schedule = case.schedule(ring_size, layout)
     check_plans(schedule, case)
+    for of_member in schedule.of_members:
+        check_visits(of_member, plans_of(of_member, case))
+
+
+def check_visits(schedule: RingSchedule, plans: list[RankPlan]) -> None:
     visits: Counter[tuple[object, int]] = Counter()
-    for plan in plans_of(schedule, case):
+    for plan in plans:
         block_of_step = [index for index, block in enumerate(plan.blocks) for _ in block.steps]
         chained = plan.deliveries[0]
         for block_index, step, hop, grads in zip(
@@ -290,6 +299,16 @@ def test_only_needed_rows_travel_and_every_visible_pair_is_computed_once(part, c
                 home = [p for p in message.parcels if message.peer == owner_of(schedule.layout, p.start)]
                 assert all(parcel in used for parcel in home)
     assert all(count == 1 for count in visits.values())
+
+
+def test_only_groups_hop() -> None:
+    """Eight ranks in groups of four see all keys after one hop. The backward has one more, with dK and dV."""
+    pattern, layout = DilatedPattern((None,), (1,)), SequenceLayout(1024, 8, "zigzag")
+    schedule = RingSchedule(pattern, layout, 4, is_causal=True, ulysses_size=4)
+    for of_member in schedule.of_members:
+        for backward in (False, True):
+            plans = [rank_plan(of_member, group, **SIZES, backward=backward) for group in range(2)]
+            assert {len(plan.hops) for plan in plans} == {1 + backward}
 
 
 @pytest.mark.parametrize("rate", [1, 4])
@@ -307,6 +326,13 @@ def test_a_causal_window_sends_the_end_of_a_chunk_to_the_next(rate, layout, sent
     rows = (window - 1) // rate * rate * kv_heads
     assert schedule.rows_received.tolist() == [rows * chunks for chunks in received]
     assert [schedule.wire_bytes(rank, **SIZES) for rank in range(8)] == [rows * 2 * 4 * 4 * chunks for chunks in sent]
+
+
+def test_a_window_sends_no_row_to_a_group_that_does_not_see_it() -> None:
+    """The groups have 6, 3, 3 and 3 positions. The second and the third group see different rows of the first one."""
+    pattern, layout = DilatedPattern((None,), (1,), window_lengths=(6,)), SequenceLayout(15, 12)
+    schedule = RingSchedule(pattern, layout, 3, is_causal=True, ulysses_size=3)
+    assert schedule.rows_received.tolist() == [*[0] * 3, *[5] * 9]
 
 
 def test_bytes_of_a_plain_ring() -> None:
