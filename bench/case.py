@@ -22,6 +22,7 @@ class Case:
         contestant: the name of an adapter, or a constant of this module.
         seq_len: length of the global sequence.
         ring_size: number of ranks. Each rank is a process with one thread.
+        ulysses_size: how many neighbouring ranks exchange rows for heads, as in ``initialize``.
         dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or ``"fp64"``.
         branches: (segment length, dilation rate) of each branch.
         window: the window of every branch, in tokens. None: there is none.
@@ -45,6 +46,7 @@ class Case:
     dropout_p: float = 0.0
     documents: int = 0
     kernel: str = "auto"
+    ulysses_size: int = 1
 
     def but(self, **changes: Any) -> Case:
         """The same case with changes."""

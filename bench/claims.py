@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from case import ADAPTERS, ALL_GATHER, BARE_KERNELS, CALLS, DENSE_RING, DILATED, ONE_DEVICE, PLAIN, SDPA, Case
 from decoding import decoding
+from groups import groups
 from ranks import DIRECTIONS, Worlds
 from report import Dtype, Integers, Repeats, Row, Shrink, add_command, compared, integers, new_app, read_rows, table
 from rich.console import Console
@@ -19,6 +21,7 @@ from tiny_calls import tiny_calls
 from training_steps import attach, blocks
 
 from ring_backends import available_adapters
+from ring_backends.testing.hosts import NoHostsError
 
 LONGEST_KERNELS = 16384
 """The largest number of tokens of the bare kernel calls that `scaling` compares with."""
@@ -120,7 +123,13 @@ def scaling(
         }
 
 
-def memory(worlds: Worlds, shrink: Shrink = 1, dtype: Dtype = "fp32", ring_sizes: Integers = "1,2,4") -> Iterator[Row]:
+def memory(
+    worlds: Worlds,
+    shrink: Shrink = 1,
+    dtype: Dtype = "fp32",
+    ring_sizes: Integers = "1,2,4",
+    ulysses_size: Annotated[int, typer.Option(min=1, help="At most so many ranks exchange rows for heads.")] = 1,
+) -> Iterator[Row]:
     """Measure the peak memory of each rank, and that of the buffers of its hops.
 
     A call is forward and backward at 65,536 tokens. The peak includes the inputs. Both values are relative to a rank's
@@ -130,7 +139,10 @@ def memory(worlds: Worlds, shrink: Shrink = 1, dtype: Dtype = "fp32", ring_sizes
     for name, given in {"dilated": DILATED.but(layout="zigzag"), "plain": PLAIN}.items():
         first: int | None = None
         for size in sizes:
-            case = given.but(contestant="native", ring_size=size, dtype=dtype).shortened(shrink)
+            group_size = math.gcd(ulysses_size, size)
+            case = given.but(contestant="native", ring_size=size, dtype=dtype, ulysses_size=group_size).shortened(
+                shrink
+            )
             found = worlds.peak_memory(case)
             peak, tensors = max(found["peak_bytes"]), case.tensor_bytes / size
             first = first or peak
@@ -138,6 +150,7 @@ def memory(worlds: Worlds, shrink: Shrink = 1, dtype: Dtype = "fp32", ring_sizes
                 "setup": f"{name}, causal, zigzag",
                 "tokens": case.seq_len,
                 "ranks": size,
+                "ulysses_size": group_size,
                 "peak_bytes": peak,
                 "over_its_tensors": peak / tensors,
                 f"over_{sizes[0]}_rank": peak / first,
@@ -235,6 +248,7 @@ for measure in (
     blocks,
     attach,
     hidden_hops,
+    groups,
 ):
     add_command(app, measure, worlds=Worlds)
 app.command()(show)
@@ -243,5 +257,5 @@ app.command()(show)
 if __name__ == "__main__":
     try:
         app()
-    except NoNamespacesError as error:
-        sys.exit(f"hidden-hops: {error}")
+    except (NoNamespacesError, NoHostsError) as error:
+        sys.exit(f"{sys.argv[1]}: {error}")

@@ -174,10 +174,10 @@ def _call(case: Case) -> Call:
 
 
 def _prepare(case: Case) -> Call:
-    return prepare(case, _new_ring(case.adapter).with_layout(case.layout), CPU)
+    return prepare(case, _new_ring(case.adapter, case.ulysses_size).with_layout(case.layout), CPU)
 
 
 @lru_cache
-def _new_ring(adapter: str) -> Ring:
-    ring: Ring = load_adapter(adapter).initialize(timeout=timedelta(hours=1))
+def _new_ring(adapter: str, ulysses_size: int) -> Ring:
+    ring: Ring = load_adapter(adapter).initialize(timeout=timedelta(hours=1), ulysses_size=ulysses_size)
     return ring

@@ -92,6 +92,16 @@ def bits_per_second(rate: str) -> float:
 
 
 @contextlib.contextmanager
+def end_on_sigterm(command: str) -> Iterator[None]:
+    """Let SIGTERM end a command by an exception, so that it deletes its namespaces. Otherwise it would end at once."""
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(f"{command}: terminated."))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextlib.contextmanager
 def limited_link(rate: str) -> Iterator[list[str]]:
     """Make two network namespaces that reach only each other, with the addresses 10.231.0.1 and 10.231.0.2.
 
@@ -104,24 +114,22 @@ def limited_link(rate: str) -> Iterator[list[str]]:
         if shutil.which(command) is None:
             raise NoNamespacesError(f"the command {command} is not installed; install iproute2.")
     names = [f"ring{os.getpid()}-{end}" for end in range(2)]
-    # Without a handler, SIGTERM would end this process without the clean-up below.
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit("hidden-hops: terminated."))
-    try:
-        for name in names:
-            _run(f"ip netns add {name}")
-        first, second = (f"name ring0 netns {name}" for name in names)
-        _run(f"ip link add {first} type veth peer {second}")
-        for end, name in enumerate(names):
-            _run(f"ip -n {name} addr add 10.231.0.{1 + end}/24 dev ring0")
-            _run(f"ip -n {name} link set lo up")
-            _run(f"ip -n {name} link set ring0 up")
-            # burst: the largest segment that the kernel sends at once. limit: bytes that wait in the queue.
-            _run(f"tc -n {name} qdisc add dev ring0 root tbf rate {rate} burst 256kb limit 4mb")
-        yield names
-    finally:
-        for name in names:  # this also deletes both ends of the link
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=30, check=False)
-        signal.signal(signal.SIGTERM, previous)
+    with end_on_sigterm("hidden-hops"):
+        try:
+            for name in names:
+                _run(f"ip netns add {name}")
+            first, second = (f"name ring0 netns {name}" for name in names)
+            _run(f"ip link add {first} type veth peer {second}")
+            for end, name in enumerate(names):
+                _run(f"ip -n {name} addr add 10.231.0.{1 + end}/24 dev ring0")
+                _run(f"ip -n {name} link set lo up")
+                _run(f"ip -n {name} link set ring0 up")
+                # burst: the largest segment that the kernel sends at once. limit: bytes that wait in the queue.
+                _run(f"tc -n {name} qdisc add dev ring0 root tbf rate {rate} burst 256kb limit 4mb")
+            yield names
+        finally:
+            for name in names:  # this also deletes both ends of the link
+                subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=30, check=False)
 
 
 def _run(command: str) -> None:

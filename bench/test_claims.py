@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import claims
+import groups
 import pytest
 import slow_link
 import tiny_calls
@@ -24,6 +25,7 @@ from report import Row, compared, read_rows, report, table
 from typer.testing import CliRunner
 
 from ring_backends import available_adapters
+from ring_backends.testing.hosts import NoHostsError
 
 SHRINK = 128  # the segment of 8192 tokens at rate 4 still has 16 rows
 
@@ -131,6 +133,26 @@ def test_hidden_hops_cleans_up_its_namespaces(monkeypatch: pytest.MonkeyPatch) -
     for row in rows[-2:]:
         assert 0.3 < row["waited_share"] < 1
         assert row["wire_share"] == pytest.approx(row["sent_per_rank_bytes"] * 8 / 20e6 / row["seconds"])
+
+
+def test_groups_on_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "TIMEOUT", 240.0)
+    try:
+        rows = [*groups.groups(1.0, "200mbit", "1,4", 1, SHRINK)]
+    except NoHostsError as error:
+        pytest.skip(str(error))
+    assert [(row["setup"], row["ulysses_size"]) for row in rows] == [*itertools.product(groups.CALLS, (1, 4))]
+    # One host has the outer quarters of the sequence, the other the inner ones. The last quarter is not sent. K and V
+    # are sent twice, and dK and dV once. Without groups, each rank sends to all four of the other host.
+    once = 3 * (3 * 32 // 4) * 2 * 8 * 64 * 4
+    assert [row["between_hosts_bytes"] for row in rows[:2]] == [4 * once, once]
+    for row in rows:
+        assert row["tokens"] == 32
+        assert row["error"] < 1e-5
+        assert len(row["by_rank"]) == 8
+        for direction in groups.DIRECTIONS:
+            times = [of_rank[direction][0]["seconds"] for of_rank in row["by_rank"]]
+            assert row[f"{direction}_seconds"] == max(times)
 
 
 def test_files_of_a_command_can_be_shown_and_drawn(tmp_path: Path) -> None:
