@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 import draw_architecture  # noqa: E402
 import draw_patterns  # noqa: E402
 import draw_ring  # noqa: E402
+import draw_ulysses  # noqa: E402
 
 project = "ring_backends"
 author = "the ring_backends contributors"
@@ -63,7 +64,7 @@ napoleon_custom_sections = [("Attributes", "params_style")]  # the default reads
 # project must resolve.
 # _pytest is the module in which pytest defines its public names.
 _ELSEWHERE = r"(torch|collections|contextlib|datetime|types|os|pathlib|typing|typing_extensions|pytest|_pytest)\..*"
-_LITERALS = "HeadMode LayoutKind Offset Padding RingOrder RingSize"  # the docstrings list their values
+_LITERALS = "HeadMode LayoutKind Offset Padding RingOrder RingSize UlyssesSize"  # the docstrings list their values
 _SHORT = {
     *dir(builtins),
     *("Any", "Callable", "ClassVar", "Iterable", "Literal", "Mapping", "Path", "Sequence", "timedelta", "Unpack"),
@@ -76,7 +77,12 @@ _INTERNAL = (
     *("longnet.model._Model", "ring.agreement.Agreement", "testing.capabilities.Test"),
     *("testing.world.Test", "testing.calls.LocalCall", "testing.rings.RingSpec", "testing.strategies.AttentionCase"),
     *("ring.stream_hops.Headers", "ring.stream_hops.StreamHop"),
-    *("schedule.branch.BranchSchedule", "schedule.travel.Travel", "schedule.pattern.Positions"),
+    *(
+        "schedule.branch.BranchSchedule",
+        "schedule.exchange.HeadExchange",
+        "schedule.travel.Travel",
+        "schedule.pattern.Positions",
+    ),
 )
 nitpick_ignore_regex = [
     ("py:.*", _ELSEWHERE),
@@ -152,7 +158,7 @@ class TestedRuns(SphinxDirective):
 
 def _check_pictures(app: Sphinx) -> None:
     """Warns if a picture differs from the one that its module in docs/ would draw now."""
-    for module in (draw_architecture, draw_patterns, draw_ring):
+    for module in (draw_architecture, draw_patterns, draw_ring, draw_ulysses):
         if module.PICTURE.read_text(encoding="utf-8") != module.draw():
             message = "%s is out of date: run python docs/%s.py"
             logging.getLogger(__name__).warning(message, module.PICTURE.name, module.__name__)
