@@ -192,7 +192,6 @@ def run(chosen: PlanOptions) -> None:
 
     from ring_backends.cost.estimate import Estimate
     from ring_backends.cost.model import RingCost
-    from ring_backends.cost.probe import without_host_links
     from ring_backends.kernels import resolve_dtype
     from ring_backends.schedule.layout import SequenceLayout
     from ring_backends.schedule.ring_schedule import RingSchedule
@@ -212,7 +211,7 @@ def run(chosen: PlanOptions) -> None:
     memory = parse_bytes("memory", chosen.memory)
     hosts = parse_hosts(chosen.hosts, chosen.ranks_per_host, chosen.ring_size)
     if hosts is not None and ranks_of_one_host(hosts) % schedule.ulysses_size:
-        hardware = without_host_links(hardware)
+        hardware = dataclasses.replace(hardware, host_latency_seconds=None, host_bytes_per_second=None)
     estimate = Estimate(cost, hardware, memory)
     between_hosts = None if hosts is None else estimate.bytes_between_hosts(hosts)
 

@@ -19,7 +19,7 @@ import torch
 from ring_backends.cost.hardware import Hardware
 from ring_backends.cost.machine import available_memory_bytes, device_of_this_rank
 from ring_backends.cost.model import RingCost, smallest_rings
-from ring_backends.cost.probe import RankProbe, with_host_links, without_host_links
+from ring_backends.cost.probe import RankProbe, slowest, with_host_links
 from ring_backends.errors import RingMismatchError
 from ring_backends.kernels import resolve_dtype
 from ring_backends.ring.decision import decide_on_rank0
@@ -196,12 +196,11 @@ def arrange(
         shares = [r["memory"] // (ranks_of[r["memory_pool"]] if r["memory_pool"] else 1) for r in reports]
         hosts = [reports[rank]["host"] for rank in order]
         sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
-        group_size = ranks_of_one_host(hosts)
+        group_size = of_one_host = ranks_of_one_host(hosts)
         if ulysses_size != "auto":
             sizes, group_size = [size for size in sizes if size % ulysses_size == 0], ulysses_size
-        hardware = with_host_links([Hardware.of(reports[rank]["hardware"]) for rank in order], hosts)
-        if ranks_of_one_host(hosts) % group_size:
-            hardware = without_host_links(hardware)
+        of_ranks = [Hardware.of(reports[rank]["hardware"]) for rank in order]
+        hardware = slowest(of_ranks) if of_one_host % group_size else with_host_links(of_ranks, hosts)
         cost = dataclasses.replace(_cost(layout, auto, device, buffer_bytes), ulysses_size=group_size)
         return _choose(cost, sizes, min(shares), hardware)
 

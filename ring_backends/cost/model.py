@@ -217,8 +217,9 @@ class RingCost:
         """Bytes that each rank sends, as ``RingSchedule.wire_bytes`` counts them: int64 [ring size]."""
         if self._hops is not self:
             exchanged = self.schedule.exchanged_bytes(**self._widths, backward=backward)
-            members = [replace(self, schedule=schedule) for schedule in self.schedule.of_members]
-            return exchanged + torch.stack([member.sent_bytes(backward=backward) for member in members], 1).flatten()
+            return exchanged + self.schedule.of_ranks(
+                lambda schedule: replace(self, schedule=schedule).sent_bytes(backward=backward)
+            )
         keys, grads = self._row_bytes
         sent = self._travel(backward=backward).key_rows_sent * keys
         return sent + self.schedule.rows_received * grads if backward else sent

@@ -276,11 +276,6 @@ def slowest(found: Sequence[Hardware]) -> Hardware:
     )
 
 
-def without_host_links(hardware: Hardware) -> Hardware:
-    """The constants where groups of ranks do not lie within hosts, so that all links are alike."""
-    return dataclasses.replace(hardware, host_latency_seconds=None, host_bytes_per_second=None)
-
-
 def with_host_links(found: Sequence[Hardware], hosts: Sequence[str]) -> Hardware:
     """The constants of the slowest rank (:func:`slowest`), with those of links within a host where there are others.
 

@@ -34,7 +34,7 @@ class HeadExchange:
         ValueError: ``group_size`` does not divide the ring size or ``num_heads``.
 
     >>> exchange = HeadExchange(SequenceLayout(16, 4, "zigzag"), 2, 1, num_heads=4, num_kv_heads=1)
-    >>> exchange.heads_of("queries", 1), exchange.heads_of("keys", 1), exchange.pieces(1)
+    >>> exchange.heads_of("queries", 1), exchange.heads_of("keys", 1), exchange.pieces[1]
     (range(2, 4), range(0, 1), ((0, 2, 2), (2, 4, 2)))
     """
 
@@ -98,15 +98,12 @@ class HeadExchange:
         """How many rows the group holds."""
         return self.hop_layout.local_len(self.group)
 
-    def pieces(self, member: int) -> tuple[tuple[int, int, int], ...]:
-        """The pieces of a member's rows: where each begins in its tensors, and in those of the group; and its length.
+    @cached_property
+    def pieces(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+        """The pieces of each member's rows: where each begins in its tensors, and in those of the group; its length.
 
         The rows of the group are in order of position.
         """
-        return self._pieces[member]
-
-    @cached_property
-    def _pieces(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
         of_members = [self.layout.pieces(rank) for rank in self.members]
         starts, first = {}, 0
         for piece in sorted((piece for pieces in of_members for piece in pieces if piece), key=lambda x: x.start):
@@ -140,7 +137,7 @@ def moves(
     """
     heads = exchange.heads_of(kind, destination if to_heads else source)
     found = []
-    for local, of_group, length in exchange.pieces(source if to_heads else destination):
+    for local, of_group, length in exchange.pieces[source if to_heads else destination]:
         ends = _rows(local, length, heads), _rows(of_group, length, range(len(heads)))
         found.append(ends if to_heads else ends[::-1])
     return tuple(found)

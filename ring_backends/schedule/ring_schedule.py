@@ -107,8 +107,12 @@ class RingSchedule:
         group, member = divmod(rank, self.ulysses_size)
         return self.of_members[member], group
 
-    def _of_ranks(self, counts: Callable[[RingSchedule], Tensor]) -> Tensor:
-        """A count of each rank, [ring size], from those of the hops between groups."""
+    def of_ranks(self, counts: Callable[[RingSchedule], Tensor]) -> Tensor:
+        """A count for each rank, [ring size].
+
+        Args:
+            counts: the count for each group, [groups], by the schedule of a member of :attr:`of_members`.
+        """
         return torch.stack([counts(schedule) for schedule in self.of_members], 1).flatten()
 
     @property
@@ -240,14 +244,14 @@ class RingSchedule:
         In a backward, each rank sends as many rows of dK and dV.
         """
         if self.ulysses_size > 1:
-            return self._of_ranks(lambda schedule: schedule.rows_received)
+            return self.of_ranks(lambda schedule: schedule.rows_received)
         return torch.stack([rows_at(branch, first=1) for branch in self.branches]).sum(0)
 
     @cached_property
     def pairs(self) -> Tensor:
         """Visible (query row, key row) pairs that each rank computes, summed over heads: float64 [ring size]."""
         if self.ulysses_size > 1:
-            return self._of_ranks(lambda schedule: schedule.pairs)
+            return self.of_ranks(lambda schedule: schedule.pairs)
         pairs = torch.zeros(self.layout.ring_size, dtype=torch.float64, device="cpu")
         for branch in self.branches:
             per_chunk = self._pairs_before(self.layout.chunk_starts(), branch).diff(dim=0)
@@ -477,7 +481,7 @@ class RingSchedule:
             ranks.add_column(heading, justify="right")
         shown = range(self.layout.ring_size)
         if len(shown) > 16:
-            sent = self._of_ranks(lambda schedule: schedule.travel(**sizes).key_rows_sent)
+            sent = self.of_ranks(lambda schedule: schedule.travel(**sizes).key_rows_sent)
             busiest = [int(totals.argmax()) for totals in (sent, self.rows_received, self.pairs)]
             shown = sorted({0, 1, *busiest, len(shown) - 2, len(shown) - 1})  # type: ignore[assignment]
         for rank in shown:
