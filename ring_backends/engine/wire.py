@@ -18,7 +18,7 @@ from ring_backends.kernels.rows import Rows, gather_many, scatter_many
 from ring_backends.kernels.steps import Grads, StepRows
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.calls import Call
-from ring_backends.ring.ring import Traffic
+from ring_backends.ring.members import Traffic
 from ring_backends.ring.transfer import Transfer
 from ring_backends.ring.wire_memory import CallMemory
 from ring_backends.schedule.rank_plan import Delivery, Hop, Parcel, RankPlan

@@ -21,6 +21,24 @@ CONNECT = 0xFFFF
 """The index in the tag of messages that only connect ranks."""
 
 
+@dataclass(eq=False)
+class Traffic:
+    """What this rank has sent by ring passes since the last reset, and how long it has waited for them.
+
+    Attributes:
+        messages, bytes: number of messages sent, and their payload without padding or headers.
+        wait_seconds: seconds that the host has waited for hops. A hop on a CUDA stream blocks the stream, not the host.
+    """
+
+    messages: int = 0
+    bytes: int = 0
+    wait_seconds: float = 0.0
+
+    def reset(self) -> None:
+        self.messages = self.bytes = 0
+        self.wait_seconds = 0.0
+
+
 @dataclass(frozen=True)
 class Members:
     """The ranks of a ring, as one of them sees them. :class:`~ring_backends.Ring` describes the attributes."""

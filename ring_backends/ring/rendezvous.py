@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_backends.ring import nccl_settings
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.launcher import LOOPBACK, check_visible_gpus, complete_environment, local_world_size
-from ring_backends.ring.ring import Ring, Traffic
+from ring_backends.ring.members import Traffic
+from ring_backends.ring.ring import Ring
 from ring_backends.ring.store import call_with_timeout
 from ring_backends.ring.topology import host_name
 from ring_backends.ring.transfer import post_batch

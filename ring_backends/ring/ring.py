@@ -17,28 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ring_backends.ring.members import Members
+from ring_backends.ring.members import Members, Traffic
+from ring_backends.ring.passing_on import check_maps, entering_state, halo
 from ring_backends.ring.pooling import How, check_pooling, pool, unshard
 from ring_backends.ring.wire_memory import WireMemory
+from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.layout import LayoutKind, SequenceLayout
-
-
-@dataclass(eq=False)
-class Traffic:
-    """What this rank has sent by ring passes since the last reset, and how long it has waited for them.
-
-    Attributes:
-        messages, bytes: number of messages sent, and their payload without padding or headers.
-        wait_seconds: seconds that the host has waited for hops. A hop on a CUDA stream blocks the stream, not the host.
-    """
-
-    messages: int = 0
-    bytes: int = 0
-    wait_seconds: float = 0.0
-
-    def reset(self) -> None:
-        self.messages = self.bytes = 0
-        self.wait_seconds = 0.0
 
 
 @dataclass(frozen=True)
@@ -193,6 +177,68 @@ class Ring(Members):
             check_pooling(rows, mask, how)
             self.check_rows("rows", rows, seq_len)
         return pool(self, self.layout(seq_len) if seq_len else None, rows, mask, how)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def halo(self, rows: Tensor, width: int, dim: int = 1, seq_len: int | None = None) -> Tensor:
+        """The ``width`` positions before this rank's rows, such as a causal convolution of ``width + 1`` needs.
+
+        Every rank of the ring makes the same call.
+
+        Args:
+            rows: this rank's part of any tensor, as :meth:`shard` returns it. It may be shorter than ``width``.
+            width: number of positions, at least 0.
+            dim: the dimension of the sequence.
+            seq_len: length of the global sequence; None is local length × ring size.
+
+        Returns:
+            The shape and dtype of ``rows``, but ``width`` along ``dim``, with zeros for positions before 0. In the zigzag
+            layout, 2 · ``width``: the halo of this rank's first piece, then that of its second piece. The backward
+            returns the gradients to the ranks that hold the rows, and adds them in fp32 at least.
+
+        Raises:
+            ValueError, TypeError: ``width`` is not such a number, or the length of ``rows`` is not that of this rank's
+                part of ``seq_len`` tokens.
+            RingMismatchError: the ranks' calls differ.
+            RingPeerError: a rank died, stalled or left.
+        """
+        with self.report_refusals():
+            check_integer("width", width, 0)
+            seq_len = rows.shape[dim] * self.size if seq_len is None else seq_len
+            self.check_rows("rows", rows, seq_len, dim)
+        if not seq_len:
+            shape = list(rows.shape)
+            shape[dim] = width * (2 if self.layout_kind == "zigzag" else 1)
+            return rows.new_zeros(shape)
+        return halo(self, self.traffic, self.layout(seq_len), rows, width, dim)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def entering_state(self, decay: Tensor, state: Tensor, *, matrix: bool = False) -> Tensor:
+        """The state of a recurrent layer before this rank's rows. Every rank of the ring makes the same call.
+
+        The rows of each rank map the state S that they find to ``decay · S + state``. Ranks without rows pass a
+        ``decay`` of 1, or the identity, and a ``state`` of 0. The ranks exchange their maps in log2(ring size) rounds
+        of messages, whose size does not depend on the length of the sequence.
+
+        Args:
+            decay: broadcasts over ``state``. With ``matrix``, [..., K, K], a matrix on the left of each state.
+            state: what the rows leave behind if they begin with a state of 0: any shape, or [..., K, V] with
+                ``matrix``.
+            matrix: whether ``decay`` is a matrix.
+
+        Returns:
+            The state that enters this rank's rows, 0 before position 0, in the shape and dtype of ``state``. It is
+            computed in fp32 at least. Differentiable in both arguments. In the zigzag layout, all three tensors have
+            one more dimension of size 2 before the others, for this rank's first and second piece of the sequence.
+
+        Raises:
+            TypeError: an argument is not a floating-point or complex tensor.
+            ValueError: the shapes or devices do not fit.
+            RingMismatchError: the ranks' calls differ.
+            RingPeerError: a rank died, stalled or left.
+        """
+        with self.report_refusals():
+            check_maps(self.layout_kind, decay, state, is_matrix=matrix)
+        return entering_state(self, self.traffic, self.layout_kind, decay, state, is_matrix=matrix)
 
     def check_rows(self, name: str, tensor: Tensor, seq_len: int, dim: int = 1) -> None:
         """Check that the argument ``name`` is this rank's part of a tensor of ``seq_len`` tokens.

@@ -18,7 +18,7 @@ from ring_backends.engine.results import BlockGrads, BlockOut
 from ring_backends.engine.run import backward, forward
 from ring_backends.engine.wire import Hops
 from ring_backends.kernels.base import Kernel
-from ring_backends.ring.ring import Traffic
+from ring_backends.ring.members import Traffic
 from ring_backends.ring.wire_memory import CallMemory
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.testing.fine_cuts import every_branch_on_trees, fine_cuts

@@ -27,7 +27,8 @@ from ring_backends.engine.run import backward, forward
 from ring_backends.engine.wire import Hops
 from ring_backends.kernels import KernelInputs
 from ring_backends.kernels.constants import constant
-from ring_backends.ring.ring import Ring, Traffic
+from ring_backends.ring.members import Traffic
+from ring_backends.ring.ring import Ring
 from ring_backends.ring.wire_memory import CallMemory
 from ring_backends.testing.marks import matrix_but
 
