@@ -186,27 +186,27 @@ def all_reduce(ring: Ring, name: str, tensor: Tensor) -> Tensor:
     return torch.cat([sums[rank] for rank in range(ring.size)]).view(tensor.shape)
 
 
-def broadcast(ring: Ring, name: str, tensors: Sequence[Tensor]) -> None:
-    """Copy ring rank 0's values into the tensors of the other ranks. Shapes and dtypes are equal on all ranks.
+def broadcast(ring: Ring, name: str, tensors: Sequence[Tensor], source: int = 0) -> None:
+    """Copy the values of ring rank ``source`` into the tensors of the others. All ranks have the same shapes and dtypes.
 
     Raises:
         RingMismatchError, RingPeerError: a rank makes another call, or does not come in time.
     """
     tensors = [_without_repetition(tensor.detach()) for tensor in tensors]
     shapes = [f"{tensor.dtype} {[*tensor.shape]}" for tensor in tensors]
-    call = _begin(ring, name, tensors=shapes)
+    call = _begin(ring, name, tensors=shapes, source=source)
     if call is None or not tensors:
         return
     parts = [flat_bytes(tensor.contiguous()) for tensor in tensors]
     buffer = torch.cat(parts).to(_device(ring))
-    distance = 1
+    place, distance = (ring.rank - source) % ring.size, 1
     while distance < ring.size:  # each round doubles the number of ranks that have the values
-        if ring.rank < distance and ring.rank + distance < ring.size:
-            ring.exchange(call, {ring.rank + distance: buffer}, {}, distance)
-        elif distance <= ring.rank < 2 * distance:
-            ring.exchange(call, {}, {ring.rank - distance: buffer}, distance)
+        if place < distance and place + distance < ring.size:
+            ring.exchange(call, {(ring.rank + distance) % ring.size: buffer}, {}, distance)
+        elif distance <= place < 2 * distance:
+            ring.exchange(call, {}, {(ring.rank - distance) % ring.size: buffer}, distance)
         distance *= 2
-    if ring.rank > 0:
+    if place > 0:
         for tensor, part in zip(tensors, buffer.split([part.numel() for part in parts]), strict=True):
             # Clone for alignment: an offset within the buffer may not be a multiple of the dtype's size.
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))

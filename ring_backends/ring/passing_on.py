@@ -180,9 +180,7 @@ class _Halo(torch.autograd.Function):
     """Sends rows to the ranks that hold the next positions. The backward returns and adds their gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, exchange: _Exchange, layout: SequenceLayout, width: int, dim: int
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, exchange: _Exchange, layout: SequenceLayout, width: int, dim: int) -> Tensor:
         ctx.exchange, ctx.layout, ctx.width, ctx.dim = exchange, layout, width, dim
         ctx.num_rows = rows.shape[dim]
         held = rows.movedim(dim, 0).resolve_conj().resolve_neg()
@@ -266,7 +264,9 @@ class _EnteringState(torch.autograd.Function):
     ) -> Tensor:
         ctx.exchange, ctx.layout, ctx.is_matrix = exchange, layout, is_matrix
         dtype = torch.promote_types(torch.promote_types(decay.dtype, state.dtype), torch.float32)
-        own = [_Map(*of_piece) for of_piece in zip(*(_by_piece(x.to(dtype), layout) for x in (decay, state)), strict=True)]
+        own = [
+            _Map(*of_piece) for of_piece in zip(*(_by_piece(x.to(dtype), layout) for x in (decay, state)), strict=True)
+        ]
         entering = _joined(_scan(exchange, layout, own, is_matrix=is_matrix, is_reversed=False), layout)
         ctx.save_for_backward(decay, entering)
         ctx.dtypes = decay.dtype, state.dtype

@@ -131,6 +131,7 @@ class Registration:
         ring_layout: str | None = None,
         row_numbers: Tensor | None = None,
         leading_padding: Tensor | None = None,
+        num_passing: int = 0,
         **options: Any,
     ) -> tuple[Tensor, None]:
         """q, k and v are [batch, heads, local seq, …]; out is [batch, local seq, heads, …], as wide as v."""
@@ -181,7 +182,7 @@ class Registration:
                         "seq_len is not given, so the attention does not know the length of the sequence; "
                         f"{how_to_call}."
                     )
-                check_config(config)
+                check_config(config, num_passing)
             if ring_layout not in (None, ring.layout_kind):
                 raise ValueError(
                     f"the arguments are rows of a {ring_layout} layout, and the attention is on a {ring.layout_kind} "
@@ -301,8 +302,19 @@ def check_layerdrop(models: Iterable[PreTrainedModel]) -> None:
             )
 
 
-def check_config(config: Any) -> None:
+_MIXING = frozenset(("linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"))
+"""The types of layers that mix positions without an attention, or beside it."""
+
+_LAYER_TYPES = _MIXING | {
+    *("full_attention", "attention", "sliding_attention", "chunked_attention", "moe", "mlp", "sparse", "dense")
+}
+
+
+def check_config(config: Any, num_passing: int = 0) -> None:
     """Check that a model of this configuration can run on a ring of several ranks.
+
+    Args:
+        num_passing: the number of layers that pass positions or states on to later ranks.
 
     Raises:
         ValueError: it is an encoder-decoder, mixes positions in other layers, or rotates by the length.
@@ -311,12 +323,15 @@ def check_config(config: Any) -> None:
         raise ValueError(
             "is_encoder_decoder = True: encoder-decoders are not supported by a ring; use its encoder or its decoder."
         )
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    others = layer_types - {"full_attention", "attention", "sliding_attention", "chunked_attention"}
+    layer_types = list(getattr(config, "layer_types", None) or ())
+    others = set(layer_types) - _LAYER_TYPES
+    if sum(name in _MIXING for name in layer_types) > num_passing:
+        others |= set(layer_types) & _MIXING
     if others:
         raise ValueError(
-            f"layer_types has {', '.join(sorted(others))}: layers that mix positions without this attention "
-            "would see only one shard; use a model whose layers all have attention."
+            f"layer_types has {', '.join(sorted(others))}: such layers mix positions without this attention, and would "
+            "see only one shard. A ring knows the convolutions and recurrent layers of transformers from release 5.15 "
+            "on, in a model that was given to use_ring(), attach() or register(attention, model=model)."
         )
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):

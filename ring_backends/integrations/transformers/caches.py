@@ -1,4 +1,8 @@
-"""The caches of a model that generates: keys and values that lie on all ranks of a ring."""
+"""The caches of a model that generates.
+
+Keys and values lie on all ranks of a ring. The states of recurrent layers and the last inputs of convolutions are small:
+every rank keeps them, and computes the same new tokens from them.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.engine.cache import KeyValueCache
+from ring_backends.ring.collectives import broadcast
 from ring_backends.ring.ring import Ring
+
+try:
+    from transformers.cache_utils import LinearAttentionLayer
+except ImportError:  # before 5.15, where no model with such layers runs on a ring
+    LinearAttentionLayer = CacheLayerMixin
 
 _MIN_ROWS = 2
 """Prompts with fewer tokens per rank are not distributed."""
@@ -34,6 +44,7 @@ class Generation:
         caches: the caches of each layer, by its ``layer_idx``. A layer may call the attention several times in one call
             of the model. Each of these calls has a cache of its own.
         cache: the model's argument that tells transformers of the caches, by its name.
+        linear_states: the states of lightning attention (MiniMax) after the tokens so far, by ``layer_idx``.
         layers: the model and all modules in it.
         is_padded: whether the prompt has padding.
         seq_len: the length of the prompt, while the model gets this rank's rows of it. None while the model gets new
@@ -45,10 +56,12 @@ class Generation:
         self.caches: list[list[KeyValueCache]] = [[] for _ in range(inner.config.get_text_config().num_hidden_layers)]
         # transformers 5.24 has renamed the argument.
         name = "cache" if "cache" in inspect.signature(inner.forward).parameters else "past_key_values"
-        self.cache = {name: _RingCache(layers=[_RingLayer(caches) for caches in self.caches])}
+        self.cache = {name: _cache_class(inner)(self, _layers_of(inner, self))}
+        self.linear_states: dict[int, Tensor] = {}
         self.layers = frozenset(inner.modules())
         self.is_padded = False
         self.seq_len: int | None = None
+        self._num_tokens = 0
         self._tokens: list[Token[Generation | None]] = []
 
     def _is_given(self, arguments: dict[str, Any]) -> bool:
@@ -58,6 +71,12 @@ class Generation:
     def _begin(self) -> None:
         """Begin a call of the model."""
         self._num_calls = [0] * len(self.caches)
+
+    @property
+    def num_cached(self) -> int:
+        """The number of tokens in the caches."""
+        lengths = [cache.seq_len for caches in self.caches for cache in caches]
+        return max(lengths) if lengths else self._num_tokens
 
     def attend(
         self,
@@ -94,7 +113,7 @@ class Generation:
         if self.seq_len is not None:  # base_model of a model without a head is the model itself
             return args, kwargs
         input_ids: Any = kwargs.get("input_ids")
-        num_cached = max((cache.seq_len for caches in self.caches for cache in caches), default=0)
+        num_cached = self.num_cached
         self._check(input_ids, kwargs, num_cached)
         self._begin()
         mask = kwargs.get("attention_mask")  # transformers makes one of the padding tokens
@@ -117,7 +136,10 @@ class Generation:
         finally:
             self.seq_len = None
         self._begin()
+        self._num_tokens += length
         last = {name: value[:, length:] for name, value in rows.items() if name != "attention_mask"}
+        if not any(self.caches):  # without an attention, the mask would be that of the inputs, and the last one is a token
+            last["attention_mask"] = None
         if kwargs.get("cache_position") is not None:
             last["cache_position"] = kwargs["cache_position"][length:]
         return args, {**kwargs, **last}
@@ -126,6 +148,7 @@ class Generation:
         """End a call of the model that got these caches."""
         if self._is_given(kwargs):
             current_generation.reset(self._tokens.pop())
+            self._num_tokens += kwargs["input_ids"].shape[1] if outputs is not None else 0
 
     def _check(self, input_ids: object, kwargs: dict[str, Any], num_cached: int) -> None:
         """Check that the loop passes only what follows the tokens in the caches."""
@@ -144,6 +167,13 @@ class Generation:
                     raise ValueError(f"{name} is given: only tensors [batch, tokens, …] are supported; leave it out.")
 
 
+def from_last_row(ring: Ring, seq_len: int, tensor: Tensor) -> Tensor:
+    """The tensor of the rank that has the last row of a sequence, on every rank."""
+    tensor = tensor.contiguous().clone()
+    broadcast(ring, "the states of a layer", [tensor], int(ring.layout(seq_len).chunk_ranks()[-1]))
+    return tensor
+
+
 def _has_rows(value: object, input_ids: Tensor) -> bool:
     return isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == input_ids.shape[1]
 
@@ -151,9 +181,59 @@ def _has_rows(value: object, input_ids: Tensor) -> bool:
 class _RingCache(Cache):
     """What transformers' loop needs to know of the caches of a model."""
 
+    def __init__(self, generation: Generation, layers: list[Any]) -> None:
+        Cache.__init__(self, layers=layers)
+        self.generation = generation
+        self.linear_cache: list[Tensor] = []  # that of MiniMaxCache, which this class may inherit from
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The keys and values of the new tokens alone, also of layers that the configuration does not count."""
         return key_states, value_states
+
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+        return self.generation.num_cached
+
+    def get_mask_sizes(self, new: Any, layer_idx: int) -> tuple[int, int]:
+        """(number of keys, 0), also if no layer has an attention."""
+        layer = self.layers[layer_idx]
+        if isinstance(layer, _RingLayer):
+            return layer.get_mask_sizes(new)
+        return self.get_seq_length() + (new if isinstance(new, int) else len(new)), 0
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        return None if self.generation.seq_len is not None else self.generation.linear_states.get(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
+        if self.generation.seq_len is None:  # else it is that of this rank's rows alone
+            self.generation.linear_states[layer_idx] = state
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        for layer in self.layers:
+            layer.reorder_cache(beam_idx)
+        states = self.generation.linear_states
+        states |= {index: state.index_select(0, beam_idx.to(state.device)) for index, state in states.items()}
+
+
+def _cache_class(model: Any) -> type[_RingCache]:
+    """The class of a model's cache. MiniMax insists on one of its own."""
+    own = inspect.unwrap(type(model.base_model).forward).__globals__.get("MiniMaxCache")
+    return _RingCache if own is None else type("_RingCache", (_RingCache, own), {})
+
+
+def _layers_of(model: Any, generation: Generation) -> list[Any]:
+    """The caches of the layers: of keys and values, of states, or of both."""
+    config = model.config.get_text_config()
+    own = DynamicCache(config=config).layers
+    layers: list[Any] = []
+    for index, caches in enumerate(generation.caches):
+        of_layer = own[index] if index < len(own) else None
+        if not isinstance(of_layer, LinearAttentionLayer) or LinearAttentionLayer is CacheLayerMixin:
+            layers.append(_RingLayer(caches))
+        elif isinstance(of_layer, CacheLayerMixin):
+            layers.append(_RingHybridLayer(generation, caches, of_layer.number_of_states))
+        else:
+            layers.append(_RingStates(generation, of_layer.number_of_states))
+    return layers
 
 
 class _RingLayer(CacheLayerMixin):
@@ -187,3 +267,48 @@ class _RingLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         for cache in self.caches:
             cache.select_batch(beam_idx)
+
+
+class _RingStates(LinearAttentionLayer):
+    """The states of a recurrent layer, the same on every rank, and the last inputs of its convolutions."""
+
+    is_compileable = False
+
+    def __init__(self, generation: Generation, number_of_states: int) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+        self.generation = generation
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Keep the last inputs of the sequence, [batch, channels, positions]. Returns the inputs that a layer computes."""
+        generation, arguments = self.generation, {"conv_kernel_size": conv_kernel_size, **kwargs}
+        if generation.seq_len is None:
+            known: Tensor = super().update_conv_state(conv_states, state_idx, **arguments)
+            return known
+        ring, width = generation.ring, conv_kernel_size or conv_states.shape[-1]
+        before = ring.halo(conv_states, width, 2, generation.seq_len)
+        last_piece = ring.layout(generation.seq_len).pieces(ring.rank)[-1]
+        rows = conv_states[:, :, conv_states.shape[2] - len(last_piece) :]
+        last = torch.cat([before[:, :, -width:], rows], 2)[:, :, -width:]
+        super().update_conv_state(from_last_row(ring, generation.seq_len, last), state_idx, **arguments)
+        return conv_states
+
+
+class _RingHybridLayer(_RingStates, _RingLayer):
+    """The caches of a layer with an attention and a recurrence side by side."""
+
+    def __init__(self, generation: Generation, caches: list[KeyValueCache], number_of_states: int) -> None:
+        _RingLayer.__init__(self, caches)
+        _RingStates.__init__(self, generation, number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return _RingLayer.update(self, key_states, value_states, *args, **kwargs)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        _RingStates.reorder_cache(self, beam_idx)
+        _RingLayer.reorder_cache(self, beam_idx)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from ring_backends.integrations.transformers.attention import check_config, registered
 from ring_backends.integrations.transformers.caches import Generation
-from ring_backends.integrations.transformers.probe import inner_model, probe_once
+from ring_backends.integrations.transformers.probe import hooks_of, inner_model, probe_once
+from ring_backends.integrations.transformers.recurrent import RecurrentLayers, recurrent_layers_of
 from ring_backends.ring.collectives import agree
 from ring_backends.ring.describe import describe
 from ring_backends.ring.ring import Ring
@@ -101,7 +102,7 @@ def _check(model: nn.Module, ring: Ring, input_ids: object, mask: object, option
             f"ring = a {ring.layout_kind} ring of {ring.size}: expected that of the registered attention, a "
             f"{own.layout_kind} ring of {own.size}; pass attention.ring."
         )
-    check_config(inner.config)
+    check_config(inner.config, sum(bool(hooks_of(layer, RecurrentLayers)) for layer in recurrent_layers_of(inner)))
     if model.training:
         raise ValueError("model is in training mode: its dropout would change the text; call model.eval() first.")
     if not isinstance(input_ids, Tensor):

@@ -69,7 +69,7 @@ def shard_inputs(
     ring.check_whole("input_ids", input_ids)
     seq_len = input_ids.shape[1]
     given = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids, **others}
-    positions, documents = _positions_and_documents(given, first_position)
+    positions, documents, row_numbers = _positions_and_documents(given, first_position)
     is_packed, is_real = bool((documents != 0).any()), _is_real(given)
     if not all(ring.layout(seq_len).local_len(rank) for rank in range(ring.size)):
         raise ValueError(
@@ -85,9 +85,7 @@ def shard_inputs(
         attention_mask = torch.ones_like(input_ids)
     whole: dict[str, Tensor | None] = {"input_ids": input_ids, "attention_mask": attention_mask}
     whole |= {"position_ids": positions, "document_ids": documents if is_packed else None}
-    whole["row_numbers"] = (
-        positions - first_position if is_packed else torch.arange(seq_len, device=input_ids.device).expand_as(positions)
-    )
+    whole["row_numbers"] = row_numbers
     whole |= {name: tensor for name, tensor in others.items() if name not in MARKS}
     if labels is not None:
         whole["labels"] = labels
@@ -134,8 +132,11 @@ def documents_of(batch: Mapping[str, Any]) -> Tensor:
     return _positions_and_documents(batch, 0)[1]
 
 
-def _positions_and_documents(batch: Mapping[str, Any], first_position: int) -> tuple[Tensor, Tensor]:
-    """The position ids of the whole sequence, and the number of each token's document: [batch, seq] both."""
+def _positions_and_documents(batch: Mapping[str, Any], first_position: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The position ids of the whole sequence, the number of each token's document, and its number there: [batch, seq].
+
+    The position ids of padding are those that were given. The numbers of rows begin with 0 wherever a document does.
+    """
     input_ids, position_ids = batch["input_ids"], batch.get("position_ids")
     shape = input_ids.shape[:2]
     if position_ids is not None and position_ids.shape not in (shape, (1, shape[1])):
@@ -149,14 +150,15 @@ def _positions_and_documents(batch: Mapping[str, Any], first_position: int) -> t
         documents = documents + ((documents < 0) & is_real).any(1, keepdim=True)
     places = torch.arange(shape[1], device=input_ids.device).expand(shape)
     is_start = documents.diff(dim=1, prepend=documents[:, :1]) != 0
-    positions = places - torch.where(is_start, places, 0).cummax(1).values + first_position
+    row_numbers = places - torch.where(is_start, places, 0).cummax(1).values
+    positions = row_numbers + first_position
     if position_ids is not None and bool(((positions != position_ids) & is_real).any()):
         raise ValueError(
             f"position_ids = {position_ids.flatten()[:4].tolist()}…: expected numbers that begin with {first_position} "
             f"and go on by 1 in each packed document{f', those of {name}' if name else ''}; leave them out for one "
             "document per batch entry."
         )
-    return positions if position_ids is None else position_ids.expand(shape), documents
+    return positions if position_ids is None else position_ids.expand(shape), documents, row_numbers
 
 
 def _is_real(batch: Mapping[str, Any]) -> Tensor:

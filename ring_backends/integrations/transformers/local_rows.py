@@ -24,6 +24,7 @@ from ring_backends.integrations.transformers.attention import (
 )
 from ring_backends.integrations.transformers.inputs import PADDED_BEFORE
 from ring_backends.integrations.transformers.probe import Findings, hooks_of, inner_model, models_of, probe_once
+from ring_backends.integrations.transformers.recurrent import RecurrentLayers
 from ring_backends.ring.ring import Ring
 
 
@@ -71,7 +72,7 @@ def register(
     if inner is not None:
         for before in hooks_of(inner, LocalRows):
             before.remove()
-        local = LocalRows(inner)
+        local = LocalRows(inner, registration)
         try:
             with registration.ring.report_refusals():
                 inner.set_attn_implementation(name)
@@ -85,17 +86,24 @@ def register(
 class LocalRows:
     """The hooks of one model that check its calls."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, registration: Registration) -> None:
         self.inner, self.own_implementation = inner, inner.config._attn_implementation
+        self.recurrent = RecurrentLayers(inner, registration)
         self.hooks = [part.register_forward_pre_hook(self.check, with_kwargs=True) for part in models_of(inner)]
 
-    def check(self, model: Any, args: Any, arguments: dict[str, Any]) -> None:
+    def check(self, model: Any, args: Any, arguments: dict[str, Any]) -> Any:
         """Check a call of the model, or of one within it."""
-        if "seq_len" in arguments:
-            _check(model, arguments)
+        if "seq_len" not in arguments:
+            return None
+        _check(model, arguments)
+        if not self.recurrent.layers:
+            return None
+        self.recurrent.called = arguments
+        return args, {**arguments, "num_passing": len(self.recurrent.layers)}
 
     def remove(self) -> None:
         """Take the hooks off the model, and give it its own attention back."""
+        self.recurrent.remove()
         for hook in self.hooks:
             hook.remove()
         self.inner.set_attn_implementation(self.own_implementation)

@@ -44,6 +44,7 @@ from ring_backends.integrations.transformers.inputs import (
 from ring_backends.integrations.transformers.local_rows import LocalRows
 from ring_backends.integrations.transformers.pooled_heads import PooledHead
 from ring_backends.integrations.transformers.probe import Findings, LabelOf, Probe, hooks_of, inner_model, models_of
+from ring_backends.integrations.transformers.recurrent import RecurrentLayers, recurrent_layers_of
 from ring_backends.ring.collectives import agree, broadcast
 from ring_backends.ring.describe import checksum, describe
 from ring_backends.ring.pooling import sum_of_ranks
@@ -138,10 +139,11 @@ def put_on_ring(
             "ring_backends.integrations.transformers.remove_ring(model) first."
         )
     for config in (inner.config, inner.config.get_text_config()):
-        check_config(config)
+        check_config(config, len(recurrent_layers_of(inner)))
     name = f"ring_dilated_{secrets.token_hex(8)}"  # unlike a number, not that of a model of another process
-    register_as(name, Registration(attention, probes=False, takes_whole_batches=True))
-    sharded = ShardedForward(inner, attention.ring, name, label_smoothing)
+    registration = Registration(attention, probes=False, takes_whole_batches=True)
+    register_as(name, registration)
+    sharded = ShardedForward(inner, registration, name, label_smoothing)
     try:
         with attention.ring.report_refusals():
             inner.set_attn_implementation(name)
@@ -202,7 +204,9 @@ def _class_names(model: Any) -> set[str]:
 class ShardedForward:
     """The hooks of one model: ``before`` cuts its arguments, and ``after`` adds the loss to its result."""
 
-    def __init__(self, inner: Any, ring: Ring, attn_implementation: str, label_smoothing: float) -> None:
+    def __init__(
+        self, inner: Any, registration: Registration, attn_implementation: str, label_smoothing: float
+    ) -> None:
         names = _class_names(inner)
         self.label_of = label_of_class(inner)
         has_pooler = getattr(inner, "pooler", None) is not None
@@ -214,7 +218,8 @@ class ShardedForward:
                 "a part; use the model without a head, and pool its rows with ring.pool()."
             )
         self.head = PooledHead(inner) if has_pooler or is_sequence_classifier(inner) else None
-        self.inner, self.ring, self.attn_implementation = inner, ring, attn_implementation
+        self.inner, self.ring, self.attn_implementation = inner, registration.ring, attn_implementation
+        self.recurrent = RecurrentLayers(inner, registration)
         self.label_smoothing = label_smoothing
         self.models = models_of(inner)
         self.first_position = first_position_of(inner.config)
@@ -235,6 +240,7 @@ class ShardedForward:
 
     def remove(self) -> None:
         """Take the hooks off the model, and give it its own attention back."""
+        self.recurrent.remove()
         for hook in self.hooks:
             hook.remove()
         self.inner.set_attn_implementation(self.own_implementation)
@@ -311,10 +317,13 @@ class ShardedForward:
             with self.ring.report_refusals():
                 positions = self._positions_after_padding(batch)
             batch |= {} if positions is None else {"position_ids": positions}
+        if self.recurrent.layers:
+            batch["num_passing"] = len(self.recurrent.layers)
         has_router_loss, shape = self._has_router_loss(batch), batch["input_ids"].shape
         whole = {name for name, value in batch.items() if isinstance(value, Tensor) or name in MARKS}
         options = {name: batch.pop(name) for name in batch.keys() - whole}
         local = {**options, **shard_inputs(self.ring, first_position=self.first_position, **batch)}
+        self.recurrent.called = local
         if has_router_loss:
             self.router_rows = local.get("attention_mask"), *shape
         if self.labels is not None and has_sum and not self.label_smoothing:

@@ -1,0 +1,774 @@
+"""Convolutions and recurrent layers of transformers' models on a ring.
+
+Such a layer calls functions of its module: a causal convolution, a gated delta rule, a scan of Mamba. Each computes rows
+from earlier rows. :class:`RecurrentLayers` puts a dispatcher in the place of each such function. It calls the function
+itself, unless a layer of a model on a ring is running. Then it takes the earlier rows from the ring
+(:meth:`~ring_backends.Ring.halo`), or the state that they leave behind (:meth:`~ring_backends.Ring.entering_state`).
+
+A recurrence is linear in its state. So one call on a rank's own rows gives what these rows compute from a state of 0,
+their map of states, and how their results respond to the state that enters. Ranks need not wait for each other's rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ring_backends.integrations.transformers.attention import Registration, is_probing
+from ring_backends.integrations.transformers.caches import current_generation, from_last_row
+from ring_backends.ring.ring import Ring
+from ring_backends.torch_internals import in_backward
+
+
+@dataclass(frozen=True)
+class CalledSequence:
+    """The rows of a rank in one call of a model.
+
+    Attributes:
+        row_numbers: int [batch, rows], the number of each row in its packed document; None for one document per entry.
+    """
+
+    ring: Ring
+    seq_len: int
+    row_numbers: Tensor | None = None
+
+    @classmethod
+    def of_arguments(cls, ring: Ring, arguments: Mapping[str, Any]) -> CalledSequence | None:
+        """The sequence that the arguments of :func:`shard_inputs` describe; None if they describe none."""
+        seq_len = arguments.get("seq_len")
+        if seq_len is None:
+            return None
+        is_packed = arguments.get("document_ids") is not None
+        return cls(ring, seq_len, arguments.get("row_numbers") if is_packed else None)
+
+    @property
+    def pieces(self) -> list[range]:
+        """The local rows of each piece of the sequence."""
+        bounds, first = [], 0
+        for piece in self.ring.layout(self.seq_len).pieces(self.ring.rank):
+            bounds.append(range(first, first + len(piece)))
+            first += len(piece)
+        return bounds
+
+    @property
+    def first_rows(self) -> list[bool]:
+        """Whether each piece begins with position 0."""
+        return [piece.start == 0 for piece in self.ring.layout(self.seq_len).pieces(self.ring.rank)]
+
+
+@dataclass(eq=False)
+class _RunningLayer:
+    """A layer that is being called on a ring.
+
+    Attributes:
+        mask: its attention mask, [batch, rows].
+        sequence: the rows that it gets; None in a probe.
+        passed: what its functions pass on, in words.
+        projections: query, key and value of lightning attention.
+    """
+
+    layer: Any
+    mask: Tensor | None
+    sequence: CalledSequence | None
+    passed: list[str] = field(default_factory=list)
+    projections: Any = None
+
+
+_running: ContextVar[_RunningLayer | None] = ContextVar("running_layer", default=None)
+
+
+@dataclass(frozen=True)
+class _Called:
+    """A call of a function of transformers, in the form in which its caller has written it.
+
+    A kernel that takes the function's place may have other names for positional arguments, so these stay positional.
+    """
+
+    function: Callable[..., Any]
+    names: tuple[str, ...]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        by_place = dict(zip(self.names, self.args, strict=False))
+        return by_place[name] if name in by_place else self.kwargs.get(name)
+
+    def with_changes(self, **changes: Any) -> _Called:
+        by_place = {name: changes.pop(name) for name in self.names[: len(self.args)] if name in changes}
+        args = tuple(by_place.get(name, value) for name, value in zip(self.names, self.args, strict=False))
+        return replace(self, args=args, kwargs={**self.kwargs, **changes})
+
+    def __call__(self) -> Any:
+        return self.function(*self.args, **self.kwargs)
+
+
+class _Run(NamedTuple):
+    """What a recurrence computes from rows.
+
+    Attributes:
+        out: the results of the rows after a state of 0.
+        decay, state: the rows map a state S to decay · S + state. ``decay`` is None where no state enters.
+        response: what S adds to ``out``.
+    """
+
+    out: Tensor
+    decay: Tensor | None
+    state: Tensor
+    response: Callable[[Tensor], Tensor] | None
+
+
+class _RowFunction(ABC):
+    """A function of transformers that computes rows from earlier rows.
+
+    Attributes:
+        rows: the dimension of the rows in each argument that has rows. Dimension 0 is the batch.
+        out_rows: the dimension of the rows in the result.
+        needs: names that the parameters of the function must have.
+    """
+
+    rows: ClassVar[Mapping[str, int]]
+    out_rows: ClassVar[int]
+    needs: ClassVar[frozenset[str]]
+
+    def cut(self, called: _Called, rows: range, entry: int | None = None) -> _Called:
+        """The call with some of its rows, of all entries of the batch or of one."""
+        changes = {}
+        for name, dim in self.rows.items():
+            if called[name] is not None:
+                part = called[name].narrow(dim, rows.start, len(rows))
+                changes[name] = part if entry is None else part[entry : entry + 1]
+        marks = {name: None for name in ("seq_idx", "cu_seqlens") if called[name] is not None}
+        return called.with_changes(**changes, **marks)
+
+    def alone(self, called: _Called) -> Any:
+        """Each row as a sequence of its own."""
+        changes, batch, num_rows = {}, 0, 0
+        for name, dim in self.rows.items():
+            if called[name] is not None:
+                by_row = called[name].movedim(dim, 1)
+                batch, num_rows = by_row.shape[:2]
+                changes[name] = by_row.flatten(0, 1).unsqueeze(dim)
+        result = called.with_changes(**changes)()
+        out = result[0] if isinstance(result, tuple) else result
+        whole = out.squeeze(self.out_rows).unflatten(0, (batch, num_rows)).movedim(1, self.out_rows)
+        return (whole, *result[1:]) if isinstance(result, tuple) else whole
+
+    @abstractmethod
+    def on_ring(self, called: _Called, sequence: CalledSequence) -> Any:
+        """What the function returns for the rows of this rank."""
+
+    @abstractmethod
+    def describe(self, called: _Called) -> str:
+        """What the function passes on, in words."""
+
+
+class _Convolution(_RowFunction):
+    """A causal convolution of each channel: [batch, channels, rows]."""
+
+    rows = {"hidden_states": 2}
+    out_rows = 2
+    needs = frozenset(("hidden_states", "weight", "bias", "activation"))
+
+    def on_ring(self, called: _Called, sequence: CalledSequence) -> Tensor:
+        rows, width = called["hidden_states"], called["weight"].shape[-1] - 1
+        before = sequence.ring.halo(rows, width, 2, sequence.seq_len)
+        outs = []
+        for number, piece in enumerate(sequence.pieces):
+            halo = before.narrow(2, number * width, width)
+            outs += self._of_entries(called, sequence, piece, halo)
+        return torch.cat(outs, 2)
+
+    def _of_entries(self, called: _Called, sequence: CalledSequence, piece: range, halo: Tensor) -> list[Tensor]:
+        if not len(piece):
+            return []
+        if sequence.row_numbers is None:
+            return [self._of_run(self.cut(called, piece), halo)]
+        by_entry = []
+        for entry, numbers in enumerate(sequence.row_numbers[:, piece.start : piece.stop]):
+            outs, own = [], halo[entry : entry + 1]
+            # Rows of the halo that belong to the document of the first row.
+            num_own = min(int(numbers[0]), own.shape[2])
+            own = F.pad(own[:, :, own.shape[2] - num_own :], (own.shape[2] - num_own, 0))
+            for run in _runs(numbers, piece):
+                outs.append(self._of_run(self.cut(called, run, entry), own))
+                own = torch.zeros_like(own)
+            by_entry.append(torch.cat(outs, 2))
+        return [torch.cat(by_entry)]
+
+    @staticmethod
+    def _of_run(called: _Called, halo: Tensor) -> Tensor:
+        rows = torch.cat([halo, called["hidden_states"]], 2)
+        out: Tensor = called.with_changes(hidden_states=rows)()
+        return out[:, :, halo.shape[2] :]
+
+    def describe(self, called: _Called) -> str:
+        width = called["weight"].shape[-1]
+        return f"convolution of {width} positions (passes on {width - 1})"
+
+
+class _Recurrence(_RowFunction):
+    """A function that is linear in a state.
+
+    Attributes:
+        is_matrix: whether the decay of a state is a matrix.
+        asks_for_state: the argument with which a caller asks for the state after the last row.
+    """
+
+    is_matrix: ClassVar[bool] = False
+    asks_for_state: ClassVar[str]
+
+    @abstractmethod
+    def run(self, called: _Called, *, is_entered: bool) -> _Run:
+        """Compute rows, and how they respond to a state, if one enters."""
+
+    @abstractmethod
+    def unchanged(self, called: _Called) -> tuple[Tensor, Tensor]:
+        """The decay and the state of no rows."""
+
+    def finish(self, called: _Called, out: Tensor) -> Tensor:
+        """What the function does to the sum of both results."""
+        return out
+
+    def on_ring(self, called: _Called, sequence: CalledSequence) -> Any:
+        pieces = [
+            self._piece(called, sequence, piece, is_first=is_first)
+            for piece, is_first in zip(sequence.pieces, sequence.first_rows, strict=True)
+        ]
+        decays = [run.decay for run in pieces]
+        states = [run.state for run in pieces]
+        is_contiguous = sequence.ring.layout_kind == "contiguous"
+        decay, state = (x[0] if is_contiguous else torch.stack(x) for x in (decays, states))
+        entering = sequence.ring.entering_state(decay, state, matrix=self.is_matrix)
+        entered = [entering] if is_contiguous else [*entering.unbind(0)]
+        outs = []
+        for run, entering_piece in zip(pieces, entered, strict=True):
+            out = run.out
+            if run.response is not None:
+                out = out + run.response(entering_piece).to(out.dtype)
+            outs.append(_After.apply(out, entering_piece))  # type: ignore[no-untyped-call]
+        out = self.finish(called, torch.cat(outs, self.out_rows))
+        last_state = None
+        if called[self.asks_for_state]:
+            last, before = pieces[-1], entered[-1]
+            assert last.decay is not None
+            after = last.decay @ before if self.is_matrix else last.decay * before
+            last_state = from_last_row(sequence.ring, sequence.seq_len, after + last.state)
+        return self.result(called, out, last_state)
+
+    def result(self, called: _Called, out: Tensor, last_state: Tensor | None) -> Any:
+        """The result in the form in which the function returns it."""
+        return out if last_state is None else (out, last_state)
+
+    def _piece(self, called: _Called, sequence: CalledSequence, piece: range, *, is_first: bool) -> _Run:
+        """The rows of one piece. Its decay is 0 where no state enters."""
+        unchanged = self.unchanged(called)
+        if not len(piece):
+            out = self._no_rows(called)
+            return _Run(out, *unchanged, None)
+        if sequence.row_numbers is None:
+            run = self.run(self.cut(called, piece), is_entered=not is_first)
+            return run if run.decay is not None else run._replace(decay=torch.zeros_like(unchanged[0]))
+        entries = [
+            self._entry(called, piece, entry, numbers, unchanged[0][entry : entry + 1])
+            for entry, numbers in enumerate(sequence.row_numbers[:, piece.start : piece.stop])
+        ]
+
+        def response(state: Tensor) -> Tensor:
+            parts = []
+            for run, of_entry in zip(entries, state.split(1), strict=True):
+                parts.append(torch.zeros_like(run.out) if run.response is None else run.response(of_entry))
+            return torch.cat(parts)
+
+        out, decay, state = (torch.cat([run[index] for run in entries]) for index in range(3))
+        return _Run(out, decay, state, None if all(run.response is None for run in entries) else response)
+
+    def _entry(self, called: _Called, piece: range, entry: int, numbers: Tensor, decay: Tensor) -> _Run:
+        """The documents of one entry in a piece. Only the first may have begun before it."""
+        is_entered = bool(numbers[0] > 0)
+        runs = []
+        for run in _runs(numbers, piece):
+            runs.append(self.run(self.cut(called, run, entry), is_entered=is_entered and not runs))
+        first, dim = runs[0], self.out_rows
+        first_rows = first.out.shape[dim]
+        num_rows = sum(run.out.shape[dim] for run in runs)
+
+        def response(state: Tensor) -> Tensor:
+            assert first.response is not None
+            own = first.response(state)
+            rest = list(own.shape)
+            rest[dim] = num_rows - first_rows
+            return torch.cat([own, own.new_zeros(rest)], dim)
+
+        only = first.decay if len(runs) == 1 and first.decay is not None else torch.zeros_like(decay)
+        out = torch.cat([run.out for run in runs], dim)
+        return _Run(out, only, runs[-1].state, response if is_entered else None)
+
+    def _no_rows(self, called: _Called) -> Tensor:
+        return self.run(self.cut(called, range(1)), is_entered=False).out.narrow(self.out_rows, 0, 0)
+
+
+class _DeltaRule(_Recurrence):
+    """Gated delta rules: S → α (I − β k kᵀ) S + β k vᵀ with S [batch, heads, K, V]; α is a number or one per row of S.
+
+    The columns of a state and of the values do not mix. So K further columns, with values of 0 and the identity as their
+    state, give the rows' map of states, and their results are the rows' response to each row of a state.
+    """
+
+    rows = dict.fromkeys(("query", "key", "value", "g", "beta"), 1)
+    out_rows = 1
+    needs = frozenset((*rows, "initial_state", "output_final_state"))
+    is_matrix = True
+    asks_for_state = "output_final_state"
+
+    def run(self, called: _Called, *, is_entered: bool) -> _Run:
+        value = called["value"]
+        width = value.shape[-1]
+        if not is_entered:
+            out, state = called.with_changes(initial_state=None, output_final_state=True)()
+            return _Run(out, None, state, None)
+        decay, state = self.unchanged(called)
+        wide = torch.cat([value, value.new_zeros(*value.shape[:-1], decay.shape[-1])], -1)
+        changes = {"value": wide, "initial_state": torch.cat([state, decay], -1), "output_final_state": True}
+        out, after = called.with_changes(**changes)()
+        responses = out[..., width:].transpose(1, 2)
+
+        def response(state: Tensor) -> Tensor:
+            return (responses.to(state.dtype) @ state).transpose(1, 2)
+
+        return _Run(out[..., :width], after[..., width:], after[..., :width], response)
+
+    def unchanged(self, called: _Called) -> tuple[Tensor, Tensor]:
+        key, value = called["key"], called["value"]
+        shape = value.shape[0], value.shape[2], key.shape[-1]
+        identity = torch.eye(key.shape[-1], device=key.device).expand(*shape, key.shape[-1])
+        return identity, torch.zeros(*shape, value.shape[-1], device=key.device)
+
+    def result(self, called: _Called, out: Tensor, last_state: Tensor | None) -> Any:
+        return out, last_state
+
+    def describe(self, called: _Called) -> str:
+        heads, keys, values = called["value"].shape[2], called["key"].shape[-1], called["value"].shape[-1]
+        return f"delta rule (passes on {heads} × {keys} × {values} numbers and {heads} matrices of {keys} × {keys})"
+
+
+class _Mamba2(_Recurrence):
+    """Mamba 2: S → exp(A Δ) S + Δ x Bᵀ with S [batch, heads, head_dim, state size]; A Δ is a number per head."""
+
+    rows = dict.fromkeys(("hidden_states", "dt", "B", "C"), 1)
+    out_rows = 1
+    needs = frozenset((*rows, "A", "dt_bias", "dt_softplus", "dt_limit", "initial_states", "return_final_states"))
+    asks_for_state = "return_final_states"
+
+    def run(self, called: _Called, *, is_entered: bool) -> _Run:
+        _refuse_gate(called)
+        out, state = called.with_changes(initial_states=None, return_final_states=True)()
+        if not is_entered:
+            return _Run(out, None, state, None)
+        steps = called["dt"].float()
+        if called["dt_bias"] is not None:
+            steps = steps + called["dt_bias"].float()
+        if called["dt_softplus"]:
+            steps = F.softplus(steps)
+        limits = called["dt_limit"]
+        steps = steps if limits is None else steps.clamp(*limits)
+        decays = (called["A"].float() * steps).cumsum(1).exp()  # [batch, rows, heads]
+        reads = called["C"].float()  # [batch, rows, groups, state size]
+
+        def response(state: Tensor) -> Tensor:
+            by_group = state.unflatten(1, (reads.shape[2], -1))
+            found = torch.einsum("blgn,bghpn->blghp", reads.to(state.dtype), by_group).flatten(2, 3)
+            return found * decays.unsqueeze(-1)
+
+        return _Run(out, decays[:, -1, :, None, None], state, response)
+
+    def unchanged(self, called: _Called) -> tuple[Tensor, Tensor]:
+        rows, reads = called["hidden_states"], called["C"]
+        batch, _, heads, width = rows.shape
+        of_state = torch.zeros(batch, heads, width, reads.shape[-1], device=rows.device)
+        return torch.ones(batch, heads, 1, 1, device=rows.device), of_state
+
+    def describe(self, called: _Called) -> str:
+        heads, width = called["hidden_states"].shape[2:]
+        return f"Mamba 2 (passes on {heads} × {width} × {called['C'].shape[-1]} numbers and {heads} decays)"
+
+
+class _After(torch.autograd.Function):
+    """``out``, which also depends on the state that enters: every rank then makes the call's backward, at one place."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, entering: Tensor) -> Tensor:
+        ctx.save_for_backward(entering)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (entering,) = ctx.saved_tensors
+        return grad, torch.zeros_like(entering)
+
+
+_RESPONSE_ELEMENTS = 2**24
+"""How many elements the response of Mamba 1 holds at a time."""
+
+
+class _Mamba1(_Recurrence):
+    """Mamba 1: S → exp(A Δ) S + Δ x Bᵀ with S [batch, channels, state size]; A Δ is a number per element of S."""
+
+    rows = dict.fromkeys(("hidden_states", "dt", "B", "C", "z"), 2)
+    out_rows = 2
+    needs = frozenset((*rows, "A", "delta_bias", "delta_softplus", "return_last_state"))
+    asks_for_state = "return_last_state"
+
+    def run(self, called: _Called, *, is_entered: bool) -> _Run:
+        out, state = called.with_changes(z=None, return_last_state=True)()
+        if not is_entered:
+            return _Run(out, None, state, None)
+        steps = called["dt"].float()
+        if called["delta_bias"] is not None:
+            steps = steps + called["delta_bias"].float()[:, None]
+        if called["delta_softplus"]:
+            steps = F.softplus(steps)
+        rates, steps, reads = called["A"].float(), steps.cumsum(2), called["C"].float()
+
+        def of_rows(steps: Tensor, reads: Tensor, state: Tensor) -> Tensor:
+            decays = (steps.unsqueeze(-1) * rates[:, None]).exp()
+            return torch.einsum("bdln,bnl,bdn->bdl", decays, reads, state)
+
+        def response(state: Tensor) -> Tensor:
+            size = max(1, _RESPONSE_ELEMENTS // state.numel())
+            blocks = zip(steps.split(size, 2), reads.split(size, 2), strict=True)
+            if steps.shape[2] <= size:
+                return of_rows(steps, reads, state)
+            parts = [checkpoint(of_rows, *block, state, use_reentrant=False) for block in blocks]
+            return torch.cat(parts, 2)
+
+        return _Run(out, (steps[:, :, -1:] * rates).exp(), state, response)
+
+    def unchanged(self, called: _Called) -> tuple[Tensor, Tensor]:
+        rows, rates = called["hidden_states"], called["A"]
+        shape = rows.shape[0], *rates.shape
+        return torch.ones(shape, device=rows.device), torch.zeros(shape, device=rows.device)
+
+    def finish(self, called: _Called, out: Tensor) -> Tensor:
+        return out if called["z"] is None else out * F.silu(called["z"])
+
+    def describe(self, called: _Called) -> str:
+        channels, size = called["A"].shape
+        return f"Mamba 1 (passes on {channels} × {size} numbers and as many decays)"
+
+
+def _refuse_gate(called: _Called) -> None:
+    if called["z"] is not None:
+        raise ValueError("z is given to Mamba 2's scan: a gate within the scan is not supported by a ring.")
+
+
+class _NoFusion(_RowFunction):
+    """A kernel that fuses a convolution with a scan. Without it, the layer computes both one after another."""
+
+    rows: ClassVar[Mapping[str, int]] = {}
+    out_rows = 1
+    needs = frozenset()
+
+    def alone(self, called: _Called) -> None:
+        return None
+
+    def on_ring(self, called: _Called, sequence: CalledSequence) -> None:
+        return None
+
+    def describe(self, called: _Called) -> str:
+        return ""
+
+
+_FUNCTIONS: dict[str, _RowFunction] = {
+    "causal_conv1d_fn": _Convolution(),
+    "torch_chunk_gated_delta_rule": _DeltaRule(),
+    "chunk_kimi_delta_attention": _DeltaRule(),
+    "mamba2_chunk_scan": _Mamba2(),
+    "mamba_selective_scan": _Mamba1(),
+    "mamba2_split_conv1d_scan_combined": _NoFusion(),
+    "mamba_inner_fn": _NoFusion(),
+}
+"""The functions of transformers' modules that compute rows from earlier rows, by name."""
+
+_checked: set[tuple[Callable[..., Any], str]] = set()
+"""The functions that :func:`_check_cut` has checked, with the device."""
+
+
+def _dispatcher(function: Callable[..., Any], of_rows: _RowFunction) -> Callable[..., Any]:
+    names = tuple(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        layer = _running.get()
+        if layer is None:
+            return function(*args, **kwargs)
+        return compute(layer, args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def compute(layer: _RunningLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        called = _Called(function, names, args, kwargs)
+        layer.passed.append(of_rows.describe(called))
+        if is_probing.get():
+            _check_cut(called, of_rows)
+            return of_rows.alone(called)
+        assert layer.sequence is not None
+        return of_rows.on_ring(called, layer.sequence)
+
+    dispatch.is_dispatcher = True  # type: ignore[attr-defined]
+    return dispatch
+
+
+def _check_cut(called: _Called, of_rows: _RowFunction) -> None:
+    """Check that a function computes the same from two pieces of its rows as from all, as a ring does.
+
+    Raises:
+        ValueError: it does not, so it is another function than the one of this name that is known.
+    """
+    device = _device_of(called, of_rows)
+    if isinstance(of_rows, _NoFusion) or (called.function, device) in _checked:
+        return
+    name = next(iter(of_rows.rows))
+    alone = Ring(layout_kind="zigzag")  # a ring of one, with two pieces
+    sequence = CalledSequence(alone, called[name].shape[of_rows.rows[name]])
+    whole, pieces = (x[0] if isinstance(x, tuple) else x for x in (called(), of_rows.on_ring(called, sequence)))
+    tolerance = (1e-3 if whole.dtype in (torch.float32, torch.float64) else 5e-2) * float(whole.abs().max())
+    if whole.shape != pieces.shape or not bool(((whole - pieces).abs() <= tolerance).all()):
+        raise ValueError(
+            f"{called.function.__name__} of this release of transformers gives rows other values if they are computed "
+            "in two pieces, so it is not the function that a ring knows; use a model without it."
+        )
+    _checked.add((called.function, device))
+
+
+def _device_of(called: _Called, of_rows: _RowFunction) -> str:
+    return "" if not of_rows.rows else str(called[next(iter(of_rows.rows))].device)
+
+
+def _runs(numbers: Tensor, piece: range) -> Iterator[range]:
+    """The rows of each document in a piece, from the numbers of the piece's rows in their documents."""
+    starts = [0, *((numbers[1:] == 0).nonzero().flatten() + 1).tolist(), len(piece)]
+    for start, stop in pairwise(starts):
+        yield range(piece.start + start, piece.start + stop)
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def recurrent_layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model whose convolutions and recurrences a ring knows."""
+    return [part for part in model.modules() if _functions_of(part) or _is_lightning(part)]
+
+
+def _functions_of(layer: nn.Module) -> list[str]:
+    """The names of the functions in :data:`_FUNCTIONS` that the forward of a layer calls."""
+    forward: Any = inspect.unwrap(type(layer).forward)
+    code = getattr(forward, "__code__", None)
+    if code is None:
+        return []
+    found = []
+    for name in _FUNCTIONS.keys() & set(code.co_names):
+        function = forward.__globals__.get(name)
+        if callable(function) and _FUNCTIONS[name].needs <= inspect.signature(function).parameters.keys():
+            found.append(name)
+    return found
+
+
+def _is_lightning(layer: nn.Module) -> bool:
+    """Whether a layer is the lightning attention of MiniMax, whose forward computes the recurrence itself."""
+    code = getattr(inspect.unwrap(type(layer).forward), "__code__", None)
+    parts = ("slope_rate", "qkv_proj", "norm", "act_fn", "head_dim", "num_attention_heads", "block_size")
+    return code is not None and "set_linear_cache" in code.co_names and all(hasattr(layer, name) for name in parts)
+
+
+_WITHOUT_ARGUMENTS = frozenset(("JambaMambaMixer", "MambaMixer", "Mamba2Mixer", "FalconMambaMixer"))
+"""Classes of layers that some models give no arguments but the attention mask."""
+
+_ARGUMENTS_LOST = (
+    "{layer} does not know which rows of a sequence it gets, since the arguments of the model do not reach it; call the "
+    "model with shard_inputs(ring, …), or use_ring() or attach() it, and for activation checkpointing call "
+    "model.gradient_checkpointing_enable()."
+)
+
+
+class RecurrentLayers:
+    """The hooks of those layers of a model that pass positions or states on to later ranks.
+
+    Attributes:
+        layers: the layers.
+        called: the arguments of the model's latest call, for the layers that get none of them.
+    """
+
+    def __init__(self, model: nn.Module, registration: Registration) -> None:
+        self.registration, self.ring = registration, registration.ring
+        self.layers = recurrent_layers_of(model)
+        self.called: Mapping[str, Any] = {}
+        self.outer: list[_RunningLayer | None] = []
+        self.sequences: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.hooks: list[RemovableHandle] = []
+        for layer in self.layers:
+            _dispatch_functions_of(layer)
+            self.hooks.append(layer.register_forward_pre_hook(self.before, with_kwargs=True))
+            self.hooks.append(layer.register_forward_hook(self.after, always_call=True))
+            if _is_lightning(layer):
+                self.hooks.append(layer.get_submodule("qkv_proj").register_forward_hook(self.keep_projections))
+                self.hooks.append(layer.get_submodule("norm").register_forward_pre_hook(self.add_response))
+        for block in (part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)):
+            if any(type(child).__name__ in _WITHOUT_ARGUMENTS for child in block.children()):
+                self.hooks.append(block.register_forward_pre_hook(self.mark_mask, with_kwargs=True))
+
+    def remove(self) -> None:
+        """Take the hooks off the layers."""
+        for hook in self.hooks:
+            hook.remove()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RecurrentLayers:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.registration, copied.ring = self.registration, self.ring
+        copied.layers, copied.hooks = copy.deepcopy(self.layers, memo), copy.deepcopy(self.hooks, memo)
+        copied.called, copied.outer, copied.sequences = {}, [], WeakTensorKeyDictionary()
+        return copied
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin a call of a layer."""
+        self.outer.append(_running.get())
+        _running.set(None)
+        _running.set(self._begin(layer, args, kwargs))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def after(self, layer: nn.Module, args: Any, output: Any) -> None:
+        """End a call of a layer."""
+        running = _running.get()
+        if running is not None and layer not in self.registration.layers:
+            self.registration.layers[layer] = "; ".join(dict.fromkeys(filter(None, running.passed)))
+        _running.set(self.outer.pop())
+
+    def _begin(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _RunningLayer | None:
+        named = {**dict(zip(inspect.signature(layer.forward).parameters, args, strict=False)), **kwargs}
+        mask: Tensor | None = named.get("attention_mask")
+        running = _RunningLayer(layer, mask, None)
+        if is_probing.get():
+            return running
+        generation = current_generation.get()
+        if generation is not None:
+            running.sequence = None if generation.seq_len is None else CalledSequence(self.ring, generation.seq_len)
+            return None if running.sequence is None else running
+        with self.ring.report_refusals():
+            marked = None if mask is None else self.sequences.get(mask)
+            running.sequence = CalledSequence.of_arguments(self.ring, named) or marked
+            name = type(layer).__name__
+            if running.sequence is None and self.ring.size > 1:
+                raise ValueError(_ARGUMENTS_LOST.format(layer=name))
+            if running.sequence is None or (self.ring.size == 1 and running.sequence.row_numbers is None):
+                return None
+            if running.sequence.row_numbers is not None and _is_lightning(layer):
+                raise ValueError(
+                    f"document_ids are given: {name} does not keep packed documents apart; give one per batch entry."
+                )
+            if named.get("has_padding") and mask is None and named["hidden_states"].shape[1] == 1:
+                raise ValueError(
+                    f"{name} gets one row on this rank, and transformers masks no padding in one row; pad the sequence "
+                    f"to at least {2 * self.ring.size} tokens."
+                )
+        return running
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def mark_mask(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Give a block a mask by which its layer finds the sequence, also when the block is computed again."""
+        arguments = kwargs if "seq_len" in kwargs or in_backward() else self.called
+        sequence = CalledSequence.of_arguments(self.ring, arguments)
+        if sequence is None or is_probing.get() or current_generation.get() is not None:
+            return None
+        rows = args[0] if args else kwargs["hidden_states"]
+        mask = kwargs.get("attention_mask")
+        mask = rows.new_ones(rows.shape[:2], dtype=torch.bool) if mask is None else mask.view_as(mask)
+        self.sequences[mask] = sequence
+        return args, {**kwargs, "attention_mask": mask}
+
+    # Lightning attention (MiniMax): S -> exp(-slope) S + k v^T.
+
+    def keep_projections(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        running = _running.get()
+        if running is not None:
+            running.projections = output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def add_response(self, module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor] | None:
+        """Add what the results of lightning attention owe to the state that enters."""
+        running = _running.get()
+        if running is None:
+            return None
+        (out,) = args
+        return (_lightning(running, out.unflatten(-1, (running.layer.num_attention_heads, -1))).flatten(2),)
+
+
+def _dispatch_functions_of(layer: nn.Module) -> None:
+    namespace = inspect.unwrap(type(layer).forward).__globals__
+    for name in _functions_of(layer):
+        if not hasattr(namespace[name], "is_dispatcher"):
+            namespace[name] = _dispatcher(namespace[name], _FUNCTIONS[name])
+
+
+def _lightning(running: _RunningLayer, out: Tensor) -> Tensor:
+    """The results of lightning attention, from those of this rank's rows alone: [batch, rows, heads, head_dim]."""
+    layer: Any = running.layer
+    projected = layer.act_fn(running.projections)
+    if running.mask is not None:
+        projected = projected * running.mask[:, :, None]
+    query, key, value = projected.unflatten(-1, (layer.num_attention_heads, -1)).float().chunk(3, -1)
+    slopes = layer.slope_rate.float().flatten()
+    running.passed.append(
+        f"lightning attention (passes on {len(slopes)} × {layer.head_dim} × {layer.head_dim} numbers)"
+    )
+
+    def decays(numbers: Tensor) -> Tensor:
+        """[rows, heads, 1]"""
+        return (-numbers[:, None] * slopes).exp().unsqueeze(-1)
+
+    if running.sequence is None:  # in a probe
+        numbers = torch.arange(out.shape[1], device=out.device)
+        distances = (numbers[:, None] - numbers).clamp(min=0)
+        weights = (-distances[..., None] * slopes).exp() * (numbers[:, None] >= numbers)[..., None]
+        expected = torch.einsum("blhd,bmhd,lmh,bmhe->blhe", query, key, weights, value)
+        if bool(((expected - out).abs() > 5e-2 * out.abs().max()).any()):
+            raise ValueError(f"{type(layer).__name__} computes another recurrence than lightning attention.")
+        return (query * key * value).to(out.dtype)  # each row alone
+    sequence, ring = running.sequence, running.sequence.ring
+    maps = []
+    for piece in sequence.pieces:
+        rows = slice(piece.start, piece.stop)
+        numbers = torch.arange(len(piece), device=out.device)
+        state = torch.einsum("blhd,blhe->bhde", key[:, rows] * decays(len(piece) - 1 - numbers), value[:, rows])
+        maps.append((decays(numbers.new_full((1,), len(piece))).unsqueeze(-1), state))
+    is_contiguous = ring.layout_kind == "contiguous"
+    decay, state = (x[0] if is_contiguous else torch.stack(x) for x in zip(*maps, strict=True))
+    entering = ring.entering_state(decay, state)
+    entered = [entering] if is_contiguous else [*entering.unbind(0)]
+    known = torch.zeros_like(maps[0][1])  # the state with which the layer itself has begun the piece
+    outs = []
+    for piece, missing, (decay, state) in zip(sequence.pieces, entered, maps, strict=True):
+        rows = slice(piece.start, piece.stop)
+        reads = query[:, rows] * decays(torch.arange(1, len(piece) + 1, device=out.device))
+        outs.append(out[:, rows] + torch.einsum("blhd,bhde->blhe", reads, missing - known).to(out.dtype))
+        known = decay * known + state
+    generation = current_generation.get()
+    if generation is not None:
+        last_decay, last_state = maps[-1]
+        last_state = last_decay * entered[-1] + last_state
+        generation.linear_states[layer.layer_idx] = from_last_row(ring, sequence.seq_len, last_state)
+    return torch.cat(outs, 1)
