@@ -187,7 +187,7 @@ def all_reduce(ring: Ring, name: str, tensor: Tensor) -> Tensor:
 
 
 def broadcast(ring: Ring, name: str, tensors: Sequence[Tensor], source: int = 0) -> None:
-    """Copy the values of ring rank ``source`` into the tensors of the others. All ranks have the same shapes and dtypes.
+    """Copy the values of ring rank ``source`` into the tensors of the others. Shapes and dtypes are equal on all ranks.
 
     Raises:
         RingMismatchError, RingPeerError: a rank makes another call, or does not come in time.

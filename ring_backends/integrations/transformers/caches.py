@@ -1,7 +1,7 @@
 """The caches of a model that generates.
 
-Keys and values lie on all ranks of a ring. The states of recurrent layers and the last inputs of convolutions are small:
-every rank keeps them, and computes the same new tokens from them.
+Keys and values lie on all ranks of a ring. The states of recurrent layers and the last inputs of convolutions are
+small: every rank keeps them, and computes the same new tokens from them.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Generation:
         self._begin()
         self._num_tokens += length
         last = {name: value[:, length:] for name, value in rows.items() if name != "attention_mask"}
-        if not any(self.caches):  # without an attention, the mask would be that of the inputs, and the last one is a token
+        if not any(self.caches):  # layers without an attention would take the mask for that of the last token
             last["attention_mask"] = None
         if kwargs.get("cache_position") is not None:
             last["cache_position"] = kwargs["cache_position"][length:]
@@ -281,7 +281,7 @@ class _RingStates(LinearAttentionLayer):
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> Tensor:
-        """Keep the last inputs of the sequence, [batch, channels, positions]. Returns the inputs that a layer computes."""
+        """Keep the last inputs of the sequence, [batch, channels, positions]. Returns those that a layer computes."""
         generation, arguments = self.generation, {"conv_kernel_size": conv_kernel_size, **kwargs}
         if generation.seq_len is None:
             known: Tensor = super().update_conv_state(conv_states, state_idx, **arguments)

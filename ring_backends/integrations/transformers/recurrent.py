@@ -1,8 +1,8 @@
 """Convolutions and recurrent layers of transformers' models on a ring.
 
-Such a layer calls functions of its module: a causal convolution, a gated delta rule, a scan of Mamba. Each computes rows
-from earlier rows. :class:`RecurrentLayers` puts a dispatcher in the place of each such function. It calls the function
-itself, unless a layer of a model on a ring is running. Then it takes the earlier rows from the ring
+Such a layer calls functions of its module: a causal convolution, a gated delta rule, a scan of Mamba. Each computes
+rows from earlier rows. :class:`RecurrentLayers` puts a dispatcher in the place of each such function. It calls the
+function itself, unless a layer of a model on a ring is running. Then the earlier rows come from the ring
 (:meth:`~ring_backends.Ring.halo`), or the state that they leave behind (:meth:`~ring_backends.Ring.entering_state`).
 
 A recurrence is linear in its state. So one call on a rank's own rows gives what these rows compute from a state of 0,
@@ -15,7 +15,7 @@ import copy
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -66,9 +66,17 @@ class CalledSequence:
         return bounds
 
     @property
-    def first_rows(self) -> list[bool]:
+    def are_first(self) -> list[bool]:
         """Whether each piece begins with position 0."""
         return [piece.start == 0 for piece in self.ring.layout(self.seq_len).pieces(self.ring.rank)]
+
+    def entering_states(self, maps: Sequence[tuple[Tensor, Tensor]], *, is_matrix: bool = False) -> list[Tensor]:
+        """The state that enters each piece, from the decay and the state of each."""
+        decay, state = (torch.stack(of_pieces) for of_pieces in zip(*maps, strict=True))
+        if self.ring.layout_kind == "contiguous":
+            decay, state = decay[0], state[0]
+        entering = self.ring.entering_state(decay, state, matrix=is_matrix)
+        return [entering] if self.ring.layout_kind == "contiguous" else [*entering.unbind(0)]
 
 
 @dataclass(eq=False)
@@ -122,12 +130,12 @@ class _Run(NamedTuple):
 
     Attributes:
         out: the results of the rows after a state of 0.
-        decay, state: the rows map a state S to decay · S + state. ``decay`` is None where no state enters.
-        response: what S adds to ``out``.
+        decay, state: the rows map a state S to decay · S + state.
+        response: what S adds to ``out``; None where no state enters. ``decay`` is 0 then.
     """
 
     out: Tensor
-    decay: Tensor | None
+    decay: Tensor
     state: Tensor
     response: Callable[[Tensor], Tensor] | None
 
@@ -180,7 +188,7 @@ class _RowFunction(ABC):
 class _Convolution(_RowFunction):
     """A causal convolution of each channel: [batch, channels, rows]."""
 
-    rows = {"hidden_states": 2}
+    rows: ClassVar = {"hidden_states": 2}
     out_rows = 2
     needs = frozenset(("hidden_states", "weight", "bias", "activation"))
 
@@ -246,15 +254,9 @@ class _Recurrence(_RowFunction):
 
     def on_ring(self, called: _Called, sequence: CalledSequence) -> Any:
         pieces = [
-            self._piece(called, sequence, piece, is_first=is_first)
-            for piece, is_first in zip(sequence.pieces, sequence.first_rows, strict=True)
+            self._piece(called, sequence, *piece) for piece in zip(sequence.pieces, sequence.are_first, strict=True)
         ]
-        decays = [run.decay for run in pieces]
-        states = [run.state for run in pieces]
-        is_contiguous = sequence.ring.layout_kind == "contiguous"
-        decay, state = (x[0] if is_contiguous else torch.stack(x) for x in (decays, states))
-        entering = sequence.ring.entering_state(decay, state, matrix=self.is_matrix)
-        entered = [entering] if is_contiguous else [*entering.unbind(0)]
+        entered = sequence.entering_states([(run.decay, run.state) for run in pieces], is_matrix=self.is_matrix)
         outs = []
         for run, entering_piece in zip(pieces, entered, strict=True):
             out = run.out
@@ -265,7 +267,6 @@ class _Recurrence(_RowFunction):
         last_state = None
         if called[self.asks_for_state]:
             last, before = pieces[-1], entered[-1]
-            assert last.decay is not None
             after = last.decay @ before if self.is_matrix else last.decay * before
             last_state = from_last_row(sequence.ring, sequence.seq_len, after + last.state)
         return self.result(called, out, last_state)
@@ -274,17 +275,15 @@ class _Recurrence(_RowFunction):
         """The result in the form in which the function returns it."""
         return out if last_state is None else (out, last_state)
 
-    def _piece(self, called: _Called, sequence: CalledSequence, piece: range, *, is_first: bool) -> _Run:
-        """The rows of one piece. Its decay is 0 where no state enters."""
-        unchanged = self.unchanged(called)
+    def _piece(self, called: _Called, sequence: CalledSequence, piece: range, is_first: bool) -> _Run:
+        """The rows of one piece."""
         if not len(piece):
-            out = self._no_rows(called)
-            return _Run(out, *unchanged, None)
+            one = self.run(self.cut(called, range(1)), is_entered=False)
+            return _Run(one.out.narrow(self.out_rows, 0, 0), *self.unchanged(called), None)
         if sequence.row_numbers is None:
-            run = self.run(self.cut(called, piece), is_entered=not is_first)
-            return run if run.decay is not None else run._replace(decay=torch.zeros_like(unchanged[0]))
+            return self.run(self.cut(called, piece), is_entered=not is_first)
         entries = [
-            self._entry(called, piece, entry, numbers, unchanged[0][entry : entry + 1])
+            self._entry(called, piece, entry, numbers)
             for entry, numbers in enumerate(sequence.row_numbers[:, piece.start : piece.stop])
         ]
 
@@ -294,39 +293,37 @@ class _Recurrence(_RowFunction):
                 parts.append(torch.zeros_like(run.out) if run.response is None else run.response(of_entry))
             return torch.cat(parts)
 
-        out, decay, state = (torch.cat([run[index] for run in entries]) for index in range(3))
+        out, decay, state = (torch.cat(parts) for parts in zip(*(run[:3] for run in entries), strict=True))
         return _Run(out, decay, state, None if all(run.response is None for run in entries) else response)
 
-    def _entry(self, called: _Called, piece: range, entry: int, numbers: Tensor, decay: Tensor) -> _Run:
+    def _entry(self, called: _Called, piece: range, entry: int, numbers: Tensor) -> _Run:
         """The documents of one entry in a piece. Only the first may have begun before it."""
         is_entered = bool(numbers[0] > 0)
-        runs = []
+        runs: list[_Run] = []
         for run in _runs(numbers, piece):
             runs.append(self.run(self.cut(called, run, entry), is_entered=is_entered and not runs))
-        first, dim = runs[0], self.out_rows
-        first_rows = first.out.shape[dim]
-        num_rows = sum(run.out.shape[dim] for run in runs)
+        first = runs[0]
+        if len(runs) == 1:
+            return first
 
         def response(state: Tensor) -> Tensor:
             assert first.response is not None
-            own = first.response(state)
-            rest = list(own.shape)
-            rest[dim] = num_rows - first_rows
-            return torch.cat([own, own.new_zeros(rest)], dim)
+            others = [torch.zeros_like(run.out) for run in runs[1:]]
+            return torch.cat([first.response(state), *others], self.out_rows)
 
-        only = first.decay if len(runs) == 1 and first.decay is not None else torch.zeros_like(decay)
-        out = torch.cat([run.out for run in runs], dim)
-        return _Run(out, only, runs[-1].state, response if is_entered else None)
+        out = torch.cat([run.out for run in runs], self.out_rows)
+        return _Run(out, torch.zeros_like(first.decay), runs[-1].state, response if is_entered else None)
 
-    def _no_rows(self, called: _Called) -> Tensor:
-        return self.run(self.cut(called, range(1)), is_entered=False).out.narrow(self.out_rows, 0, 0)
+    def _start(self, called: _Called, out: Tensor, state: Tensor) -> _Run:
+        """The run of rows that no state enters."""
+        return _Run(out, torch.zeros_like(self.unchanged(called)[0]), state, None)
 
 
 class _DeltaRule(_Recurrence):
-    """Gated delta rules: S → α (I − β k kᵀ) S + β k vᵀ with S [batch, heads, K, V]; α is a number or one per row of S.
+    """Gated delta rules: S → exp(g) (I − beta k kᵀ) S + beta k vᵀ with S [batch, heads, K, V]; g is a number, or K.
 
-    The columns of a state and of the values do not mix. So K further columns, with values of 0 and the identity as their
-    state, give the rows' map of states, and their results are the rows' response to each row of a state.
+    The columns of a state and of the values do not mix. So K further columns, with values of 0 and the identity as
+    their state, give the rows' map of states. Their results are the rows' response to each row of a state.
     """
 
     rows = dict.fromkeys(("query", "key", "value", "g", "beta"), 1)
@@ -339,13 +336,12 @@ class _DeltaRule(_Recurrence):
         value = called["value"]
         width = value.shape[-1]
         if not is_entered:
-            out, state = called.with_changes(initial_state=None, output_final_state=True)()
-            return _Run(out, None, state, None)
+            return self._start(called, *called.with_changes(initial_state=None, output_final_state=True)())
         decay, state = self.unchanged(called)
         wide = torch.cat([value, value.new_zeros(*value.shape[:-1], decay.shape[-1])], -1)
         changes = {"value": wide, "initial_state": torch.cat([state, decay], -1), "output_final_state": True}
         out, after = called.with_changes(**changes)()
-        responses = out[..., width:].transpose(1, 2)
+        responses: Tensor = out[..., width:].transpose(1, 2)
 
         def response(state: Tensor) -> Tensor:
             return (responses.to(state.dtype) @ state).transpose(1, 2)
@@ -355,8 +351,8 @@ class _DeltaRule(_Recurrence):
     def unchanged(self, called: _Called) -> tuple[Tensor, Tensor]:
         key, value = called["key"], called["value"]
         shape = value.shape[0], value.shape[2], key.shape[-1]
-        identity = torch.eye(key.shape[-1], device=key.device).expand(*shape, key.shape[-1])
-        return identity, torch.zeros(*shape, value.shape[-1], device=key.device)
+        identity = torch.eye(key.shape[-1], dtype=torch.float32, device=key.device).expand(*shape, key.shape[-1])
+        return identity, torch.zeros(*shape, value.shape[-1], dtype=torch.float32, device=key.device)
 
     def result(self, called: _Called, out: Tensor, last_state: Tensor | None) -> Any:
         return out, last_state
@@ -367,7 +363,7 @@ class _DeltaRule(_Recurrence):
 
 
 class _Mamba2(_Recurrence):
-    """Mamba 2: S → exp(A Δ) S + Δ x Bᵀ with S [batch, heads, head_dim, state size]; A Δ is a number per head."""
+    """Mamba 2: S → exp(A dt) S + dt x Bᵀ with S [batch, heads, head_dim, state size]; A dt is a number per head."""
 
     rows = dict.fromkeys(("hidden_states", "dt", "B", "C"), 1)
     out_rows = 1
@@ -378,7 +374,7 @@ class _Mamba2(_Recurrence):
         _refuse_gate(called)
         out, state = called.with_changes(initial_states=None, return_final_states=True)()
         if not is_entered:
-            return _Run(out, None, state, None)
+            return self._start(called, out, state)
         steps = called["dt"].float()
         if called["dt_bias"] is not None:
             steps = steps + called["dt_bias"].float()
@@ -386,12 +382,12 @@ class _Mamba2(_Recurrence):
             steps = F.softplus(steps)
         limits = called["dt_limit"]
         steps = steps if limits is None else steps.clamp(*limits)
-        decays = (called["A"].float() * steps).cumsum(1).exp()  # [batch, rows, heads]
+        decays: Tensor = (called["A"].float() * steps).cumsum(1).exp()  # [batch, rows, heads]
         reads = called["C"].float()  # [batch, rows, groups, state size]
 
         def response(state: Tensor) -> Tensor:
             by_group = state.unflatten(1, (reads.shape[2], -1))
-            found = torch.einsum("blgn,bghpn->blghp", reads.to(state.dtype), by_group).flatten(2, 3)
+            found: Tensor = torch.einsum("blgn,bghpn->blghp", reads.to(state.dtype), by_group).flatten(2, 3)
             return found * decays.unsqueeze(-1)
 
         return _Run(out, decays[:, -1, :, None, None], state, response)
@@ -399,8 +395,9 @@ class _Mamba2(_Recurrence):
     def unchanged(self, called: _Called) -> tuple[Tensor, Tensor]:
         rows, reads = called["hidden_states"], called["C"]
         batch, _, heads, width = rows.shape
-        of_state = torch.zeros(batch, heads, width, reads.shape[-1], device=rows.device)
-        return torch.ones(batch, heads, 1, 1, device=rows.device), of_state
+        options: Any = {"dtype": torch.float32, "device": rows.device}
+        of_state = torch.zeros(batch, heads, width, reads.shape[-1], **options)
+        return torch.ones(batch, heads, 1, 1, **options), of_state
 
     def describe(self, called: _Called) -> str:
         heads, width = called["hidden_states"].shape[2:]
@@ -426,7 +423,7 @@ _RESPONSE_ELEMENTS = 2**24
 
 
 class _Mamba1(_Recurrence):
-    """Mamba 1: S → exp(A Δ) S + Δ x Bᵀ with S [batch, channels, state size]; A Δ is a number per element of S."""
+    """Mamba 1: S → exp(A dt) S + dt x Bᵀ with S [batch, channels, state size]; A dt is a number per element of S."""
 
     rows = dict.fromkeys(("hidden_states", "dt", "B", "C", "z"), 2)
     out_rows = 2
@@ -436,7 +433,7 @@ class _Mamba1(_Recurrence):
     def run(self, called: _Called, *, is_entered: bool) -> _Run:
         out, state = called.with_changes(z=None, return_last_state=True)()
         if not is_entered:
-            return _Run(out, None, state, None)
+            return self._start(called, out, state)
         steps = called["dt"].float()
         if called["delta_bias"] is not None:
             steps = steps + called["delta_bias"].float()[:, None]
@@ -446,7 +443,8 @@ class _Mamba1(_Recurrence):
 
         def of_rows(steps: Tensor, reads: Tensor, state: Tensor) -> Tensor:
             decays = (steps.unsqueeze(-1) * rates[:, None]).exp()
-            return torch.einsum("bdln,bnl,bdn->bdl", decays, reads, state)
+            found: Tensor = torch.einsum("bdln,bnl,bdn->bdl", decays, reads, state)
+            return found
 
         def response(state: Tensor) -> Tensor:
             size = max(1, _RESPONSE_ELEMENTS // state.numel())
@@ -461,7 +459,8 @@ class _Mamba1(_Recurrence):
     def unchanged(self, called: _Called) -> tuple[Tensor, Tensor]:
         rows, rates = called["hidden_states"], called["A"]
         shape = rows.shape[0], *rates.shape
-        return torch.ones(shape, device=rows.device), torch.zeros(shape, device=rows.device)
+        options: Any = {"dtype": torch.float32, "device": rows.device}
+        return torch.ones(shape, **options), torch.zeros(shape, **options)
 
     def finish(self, called: _Called, out: Tensor) -> Tensor:
         return out if called["z"] is None else out * F.silu(called["z"])
@@ -598,8 +597,8 @@ _WITHOUT_ARGUMENTS = frozenset(("JambaMambaMixer", "MambaMixer", "Mamba2Mixer", 
 """Classes of layers that some models give no arguments but the attention mask."""
 
 _ARGUMENTS_LOST = (
-    "{layer} does not know which rows of a sequence it gets, since the arguments of the model do not reach it; call the "
-    "model with shard_inputs(ring, …), or use_ring() or attach() it, and for activation checkpointing call "
+    "{layer} does not know which rows of a sequence it gets, since the arguments of the model do not reach it; call "
+    "the model with shard_inputs(ring, …), or use_ring() or attach() it, and for activation checkpointing call "
     "model.gradient_checkpointing_enable()."
 )
 
@@ -731,14 +730,15 @@ def _lightning(running: _RunningLayer, out: Tensor) -> Tensor:
     if running.mask is not None:
         projected = projected * running.mask[:, :, None]
     query, key, value = projected.unflatten(-1, (layer.num_attention_heads, -1)).float().chunk(3, -1)
-    slopes = layer.slope_rate.float().flatten()
+    slopes: Tensor = layer.slope_rate.float().flatten()
     running.passed.append(
         f"lightning attention (passes on {len(slopes)} × {layer.head_dim} × {layer.head_dim} numbers)"
     )
 
     def decays(numbers: Tensor) -> Tensor:
         """[rows, heads, 1]"""
-        return (-numbers[:, None] * slopes).exp().unsqueeze(-1)
+        found: Tensor = (-numbers[:, None] * slopes).exp().unsqueeze(-1)
+        return found
 
     if running.sequence is None:  # in a probe
         numbers = torch.arange(out.shape[1], device=out.device)
@@ -755,10 +755,7 @@ def _lightning(running: _RunningLayer, out: Tensor) -> Tensor:
         numbers = torch.arange(len(piece), device=out.device)
         state = torch.einsum("blhd,blhe->bhde", key[:, rows] * decays(len(piece) - 1 - numbers), value[:, rows])
         maps.append((decays(numbers.new_full((1,), len(piece))).unsqueeze(-1), state))
-    is_contiguous = ring.layout_kind == "contiguous"
-    decay, state = (x[0] if is_contiguous else torch.stack(x) for x in zip(*maps, strict=True))
-    entering = ring.entering_state(decay, state)
-    entered = [entering] if is_contiguous else [*entering.unbind(0)]
+    entered = sequence.entering_states(maps)
     known = torch.zeros_like(maps[0][1])  # the state with which the layer itself has begun the piece
     outs = []
     for piece, missing, (decay, state) in zip(sequence.pieces, entered, maps, strict=True):
