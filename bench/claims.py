@@ -14,6 +14,7 @@ from case import ADAPTERS, ALL_GATHER, BARE_KERNELS, CALLS, DENSE_RING, DILATED,
 from decoding import decoding
 from groups import groups
 from ranks import DIRECTIONS, Worlds
+from recurrent_layers import recurrent_layers
 from report import Dtype, Integers, Repeats, Row, Shrink, add_command, compared, integers, new_app, read_rows, table
 from rich.console import Console
 from slow_link import NoNamespacesError, hidden_hops
@@ -247,6 +248,7 @@ for measure in (
     decoding,
     blocks,
     attach,
+    recurrent_layers,
     hidden_hops,
     groups,
 ):

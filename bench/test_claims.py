@@ -14,6 +14,7 @@ from typing import Any
 import claims
 import groups
 import pytest
+import recurrent_layers
 import slow_link
 import tiny_calls
 import training_steps
@@ -106,6 +107,10 @@ def test_calls_on_ranks_of_their_own() -> None:
         check_calls(rows, 2)
     if find_spec("transformers"):
         check_calls([*training_steps.attach(2, 32)], 2)
+        rows = [*recurrent_layers.recurrent_layers(1, 128)]
+        check_calls(rows, 1)
+        assert all(row["error"] < 1e-5 for row in rows)
+        assert rows[1]["sent_bytes"] > rows[0]["sent_bytes"] > 0
     (row,) = decoding("300", 1, "fp32", 3)
     assert row["sdpa_ms_per_token"] > 0
     assert row["cache_mib_per_rank"] == pytest.approx(2 * 304 * 8 * 64 * 4 / 2**20, rel=0.01)
