@@ -574,12 +574,9 @@ def recurrent_layers_of(model: nn.Module) -> list[nn.Module]:
 
 def _functions_of(layer: nn.Module) -> list[str]:
     """The names of the functions in :data:`_FUNCTIONS` that the forward of a layer calls."""
-    forward: Any = inspect.unwrap(type(layer).forward)
-    code = getattr(forward, "__code__", None)
-    if code is None:
-        return []
+    forward = _own_forward(layer)
     found = []
-    for name in _FUNCTIONS.keys() & set(code.co_names):
+    for name in _FUNCTIONS.keys() & set(forward.__code__.co_names):
         function = forward.__globals__.get(name)
         if callable(function) and _FUNCTIONS[name].needs <= inspect.signature(function).parameters.keys():
             found.append(name)
@@ -588,9 +585,20 @@ def _functions_of(layer: nn.Module) -> list[str]:
 
 def _is_lightning(layer: nn.Module) -> bool:
     """Whether a layer is the lightning attention of MiniMax, whose forward computes the recurrence itself."""
-    code = getattr(inspect.unwrap(type(layer).forward), "__code__", None)
     parts = ("slope_rate", "qkv_proj", "norm", "act_fn", "head_dim", "num_attention_heads", "block_size")
-    return code is not None and "set_linear_cache" in code.co_names and all(hasattr(layer, name) for name in parts)
+    return "set_linear_cache" in _own_forward(layer).__code__.co_names and all(hasattr(layer, name) for name in parts)
+
+
+def _own_forward(layer: nn.Module) -> Any:
+    """The forward that the class of a layer defines, without decorators, some of which leave no ``__wrapped__``."""
+    owner = next(base for base in type(layer).__mro__ if "forward" in vars(base))
+    forward = inspect.unwrap(owner.forward)
+    while forward.__globals__["__name__"] != owner.__module__:
+        wrapped = [cell.cell_contents for cell in forward.__closure__ or () if inspect.isfunction(cell.cell_contents)]
+        if not wrapped:
+            break
+        forward = inspect.unwrap(wrapped[0])
+    return forward
 
 
 _WITHOUT_ARGUMENTS = frozenset(("JambaMambaMixer", "MambaMixer", "Mamba2Mixer", "FalconMambaMixer"))
@@ -658,7 +666,8 @@ class RecurrentLayers:
         _running.set(self.outer.pop())
 
     def _begin(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _RunningLayer | None:
-        named = {**dict(zip(inspect.signature(layer.forward).parameters, args, strict=False)), **kwargs}
+        names = _own_forward(layer).__code__.co_varnames[1:]  # without self
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
         mask: Tensor | None = named.get("attention_mask")
         running = _RunningLayer(layer, mask, None)
         if is_probing.get():
@@ -717,7 +726,7 @@ class RecurrentLayers:
 
 
 def _dispatch_functions_of(layer: nn.Module) -> None:
-    namespace = inspect.unwrap(type(layer).forward).__globals__
+    namespace = _own_forward(layer).__globals__
     for name in _functions_of(layer):
         if not hasattr(namespace[name], "is_dispatcher"):
             namespace[name] = _dispatcher(namespace[name], _FUNCTIONS[name])
