@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ring_backends.errors import RingPeerError
@@ -212,4 +213,16 @@ class LostPeerTests(AdapterSuite):
             pattern = rf"rank {rank} waited in step \d+ of forward.*from rank \[\d.*to rank \[\d"
             assert re.search(pattern, ended.message), ended
             ending(call).check(RingPeerError, "initialize()", within=SHORT)
+        self.new_call().check()
+
+    @on_every_rank
+    def test_a_rank_that_leaves_before_a_halo_is_named(self) -> None:
+        """Rank 1 of 4 does not make the second of two equal calls, whose halo spans all earlier ranks."""
+        ring = self.new_ring()
+        rows = torch.zeros(1, 2)
+        ring.halo(rows, 6)
+        shorten(ring)
+        if ring.rank != ODD_RANK:
+            ended = ending(lambda: [ring.halo(rows, 6) for _ in range(2)])  # rank 0 waits for nobody in the first
+            ended.check(RingPeerError, f"rank {ring.rank} waited in halo (forward)", within=SHORT + A_MOMENT)
         self.new_call().check()

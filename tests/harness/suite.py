@@ -17,6 +17,7 @@ from ring_backends.testing.faults import FaultTests, LostPeerTests
 from ring_backends.testing.layouts import LayoutTests
 from ring_backends.testing.messages import MessageTests
 from ring_backends.testing.mismatches import MismatchTests
+from ring_backends.testing.passing_on import PassingOnTests
 from ring_backends.testing.process_exit import ProcessExitTests
 from ring_backends.testing.soak import SoakTests
 from ring_backends.testing.special_values import SpecialValueTests
@@ -40,13 +41,14 @@ class TransportTests(
     TrafficTests,
     ArrangementTests,
     LayoutTests,
+    PassingOnTests,
     ContiguityTests,
     SpecialValueTests,
     ActivationCheckpointTests,
     EdgeCaseTests,
     CorrectnessTests,
 ):
-    """All suites of ``initialize`` and ``ring_pass``: results, traffic and errors of attention. None trains."""
+    """All suites of ``initialize`` and ``ring_pass``: results, traffic and errors of calls. None trains."""
 
 
 class AllTrainingTests(
@@ -75,6 +77,7 @@ EVERY_ADAPTER = (
     "test_options_reach_the_ring",
     "test_parameters_in_another_order_get_their_own_states[groups]",
     "test_parts_that_are_frozen_in_some_steps[bf16-evaluated]",
+    "test_positions_and_states_are_passed_on",
     "test_replicas_stay_the_same",
     "test_ring_and_data_ranks",
     "test_some_edge_cases_match_the_definition",

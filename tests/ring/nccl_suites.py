@@ -20,6 +20,7 @@ from ring_backends.testing.faults import FaultTests, LostPeerTests
 from ring_backends.testing.layouts import LayoutTests
 from ring_backends.testing.messages import MessageTests
 from ring_backends.testing.mismatches import MismatchTests
+from ring_backends.testing.passing_on import PassingOnTests
 from ring_backends.testing.traffic import TrafficTests
 from ring_backends.testing.world import World
 
@@ -74,7 +75,15 @@ class RingPassTests(MessageTests, TrafficTests):
     test_a_wait_ends_at_its_timeout = None
 
 
-class HopTests(RingPassTests, LayoutTests, ContiguityTests, ActivationCheckpointTests, EdgeCaseTests, CorrectnessTests):
+class HopTests(
+    RingPassTests,
+    LayoutTests,
+    PassingOnTests,
+    ContiguityTests,
+    ActivationCheckpointTests,
+    EdgeCaseTests,
+    CorrectnessTests,
+):
     """The suites whose calls exchange messages.
 
     The simulated GPU cannot compile, and its kernels read no NaN. It loses results in bf16 if a second dispatch mode,
