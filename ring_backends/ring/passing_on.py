@@ -5,16 +5,18 @@ A piece is a range of positions that a rank holds: one with the contiguous layou
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 from torch.autograd.function import once_differentiable
 
+from ring_backends.kernels.dtype import without_autocast
 from ring_backends.ring.calls import Call, Configuration, backward_of
 from ring_backends.ring.members import Members, Traffic
 from ring_backends.schedule.layout import LayoutKind, SequenceLayout
@@ -22,15 +24,18 @@ from ring_backends.schedule.layout import LayoutKind, SequenceLayout
 
 def halo(members: Members, traffic: Traffic, layout: SequenceLayout, rows: Tensor, width: int, dim: int) -> Tensor:
     """See :meth:`ring_backends.Ring.halo`."""
-    fields = {
+    dim %= rows.dim()
+    fields: dict[str, object] = {
         "order of calls": "halo",
         "seq_len": layout.seq_len,
         "layout": layout.kind,
         "width": width,
-        "dim": dim % rows.dim(),
-        "sizes of the other dims": [size for axis, size in enumerate(rows.shape) if axis != dim % rows.dim()],
+        "dim": dim,
+        "sizes of the other dims": [size for axis, size in enumerate(rows.shape) if axis != dim],
     }
-    exchange = _Exchange.begin(members, traffic, fields, rows)
+    copies = _copies(layout, width, members.rank)
+    pairs = {(copy.source, copy.destination) for copy in copies}
+    exchange = _Exchange.begin(members, traffic, fields, [rows], pairs)
     return cast(Tensor, _Halo.apply(rows, exchange, layout, width, dim))  # type: ignore[no-untyped-call]
 
 
@@ -38,16 +43,20 @@ def entering_state(
     members: Members, traffic: Traffic, kind: LayoutKind, decay: Tensor, state: Tensor, *, is_matrix: bool
 ) -> Tensor:
     """See :meth:`ring_backends.Ring.entering_state`."""
-    fields = {
+    fields: dict[str, object] = {
         "order of calls": "entering_state",
         "layout": kind,
         "matrix": is_matrix,
         "decay": f"{decay.dtype} {[*decay.shape]}",
         "state": [*state.shape],
     }
-    exchange = _Exchange.begin(members, traffic, fields, state, decay)
-    layout = SequenceLayout(1, members.size, kind)  # read for the order of the pieces alone
-    return cast(Tensor, _EnteringState.apply(decay, state, exchange, layout, is_matrix))  # type: ignore[no-untyped-call]
+    layout = SequenceLayout(1, members.size, kind)  # for the order of the pieces alone
+    exchange = _Exchange.begin(members, traffic, fields, [state, decay], _pairs_of_scan(layout, members.rank))
+    if kind == "contiguous":
+        decay, state = decay.unsqueeze(0), state.unsqueeze(0)
+    decay = decay.reshape(len(decay), *(1,) * (state.dim() - decay.dim()), *decay.shape[1:])
+    entering = _EnteringState.apply(decay, state, exchange, layout, is_matrix)  # type: ignore[no-untyped-call]
+    return cast(Tensor, entering.squeeze(0) if kind == "contiguous" else entering)
 
 
 def check_maps(kind: LayoutKind, decay: Tensor, state: Tensor, *, is_matrix: bool) -> None:
@@ -103,7 +112,21 @@ class _Exchange:
     call: Call | None
 
     @classmethod
-    def begin(cls, members: Members, traffic: Traffic, fields: dict[str, object], *tensors: Tensor) -> _Exchange:
+    def begin(
+        cls,
+        members: Members,
+        traffic: Traffic,
+        fields: dict[str, object],
+        tensors: Sequence[Tensor],
+        pairs: Iterable[tuple[int, int]],
+    ) -> _Exchange:
+        """Begin a call on all ranks.
+
+        Args:
+            fields: those that must be equal on all ranks, besides dtype and device of the first of ``tensors`` and
+                whether any of them needs a gradient.
+            pairs: (source, destination) of the forward's messages to and from this rank, and possibly to itself.
+        """
         members.check_connected()
         if members.agreement is None:
             return cls(members, traffic, None)
@@ -113,10 +136,15 @@ class _Exchange:
             "device": tensors[0].device.type,
             "gradients": "needed" if needs_gradient else "not needed",
         }
-        return cls(members, traffic, members.agreement.begin(Configuration(fields)))
+        call = members.agreement.begin(Configuration(fields))
+        to_others = {pair for pair in pairs if pair[0] != pair[1]}
+        back = {(destination, source) for source, destination in to_others} if needs_gradient else set()
+        members.connect(call, to_others | back, tensors[0])
+        return cls(members, traffic, call)
 
     @property
     def backward(self) -> _Exchange:
+        """The backward of this call, which begins it on all ranks."""
         if self.call is None:
             return self
         assert self.members.agreement is not None
@@ -124,16 +152,48 @@ class _Exchange:
         call = self.members.agreement.begin(self.call.configuration, direction=direction)
         return _Exchange(self.members, self.traffic, call)
 
-    def send(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], index: int) -> None:
-        """Send contiguous tensors to ring ranks, and receive tensors from them."""
-        if self.call is None:
-            return
-        assert self.members.agreement is not None
-        with self.members.agreement.report_errors(self.call):
-            self.members.exchange(self.call, outgoing, incoming, index)
-        sent = [tensor for tensor in outgoing.values() if tensor.numel()]
-        self.traffic.messages += len(sent)
-        self.traffic.bytes += sum(tensor.nbytes for tensor in sent)
+    @contextlib.contextmanager
+    def running(self, device: torch.device) -> Iterator[None]:
+        """Wraps this rank's part in the call: without autocast, and an error in it is published for the other ranks."""
+        with contextlib.ExitStack() as stack:
+            if self.call is not None:
+                assert self.members.agreement is not None
+                stack.enter_context(self.members.agreement.report_errors(self.call))
+            stack.enter_context(without_autocast(device))
+            yield
+
+    def swap(
+        self, outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Size]], like: Tensor, index: int
+    ) -> dict[int, Sequence[Tensor]]:
+        """Send tensors to ring ranks, one message to each, and return those that each of them sends to this rank.
+
+        Args:
+            outgoing: by ring rank. What this rank sends to itself it gets as it is.
+            incoming: the shapes of the tensors of each ring rank.
+            like: a tensor of the device and dtype of all of them.
+            index: number of the exchange within the call.
+        """
+        rank = self.members.rank
+        leaving = {
+            peer: torch.cat([tensor.flatten() for tensor in tensors])
+            for peer, tensors in outgoing.items()
+            if peer != rank
+        }
+        arriving = {
+            peer: like.new_empty(sum(shape.numel() for shape in shapes))
+            for peer, shapes in incoming.items()
+            if peer != rank
+        }
+        if self.call is not None:
+            self.members.exchange(self.call, leaving, arriving, index)
+            sent = [tensor for tensor in leaving.values() if tensor.numel()]
+            self.traffic.messages += len(sent)
+            self.traffic.bytes += sum(tensor.nbytes for tensor in sent)
+        arrived = {peer: [*outgoing[peer]] for peer in incoming if peer == rank}
+        for peer, buffer in arriving.items():
+            parts = buffer.split([shape.numel() for shape in incoming[peer]])
+            arrived[peer] = [part.view(shape) for part, shape in zip(parts, incoming[peer], strict=True)]
+        return cast("dict[int, Sequence[Tensor]]", arrived)
 
 
 # --- halo -------------------------------------------------------------------------------------------------------------
@@ -181,202 +241,161 @@ class _Halo(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: _Exchange, layout: SequenceLayout, width: int, dim: int) -> Tensor:
-        ctx.exchange, ctx.layout, ctx.width, ctx.dim = exchange, layout, width, dim
-        ctx.num_rows = rows.shape[dim]
-        held = rows.movedim(dim, 0).resolve_conj().resolve_neg()
+        ctx.exchange, ctx.layout, ctx.width, ctx.dim, ctx.shape = exchange, layout, width, dim, rows.shape
         rank = exchange.members.rank
-        wanted = held.new_zeros((width * len(layout.chunks(rank)), *held.shape[1:]))
-        for copy, part in _exchanged(exchange, _copies(layout, width, rank), held, to_wanted=True):
-            wanted[copy.wanted] = part
-        return wanted.movedim(0, dim)
+        with exchange.running(rows.device):
+            shape = [*rows.shape]
+            shape[dim] = width * len(layout.chunks(rank))
+            wanted = rows.new_zeros(shape)
+            for copy, part in _copied(exchange, _copies(layout, width, rank), rows.movedim(dim, 0), to_wanted=True):
+                wanted.movedim(dim, 0)[copy.wanted] = part
+        return wanted
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        wanted, rank = grad.movedim(ctx.dim, 0).resolve_conj().resolve_neg(), ctx.exchange.members.rank
-        dtype = torch.promote_types(grad.dtype, torch.float32)
-        held = wanted.new_zeros((ctx.num_rows, *wanted.shape[1:]), dtype=dtype)
-        copies = _copies(ctx.layout, ctx.width, rank)
-        for copy, part in _exchanged(ctx.exchange.backward, copies, wanted, to_wanted=False):
-            held[copy.held] += part
-        return held.to(grad.dtype).movedim(0, ctx.dim), None, None, None, None
+        exchange, dim = ctx.exchange.backward, ctx.dim
+        with exchange.running(grad.device):
+            held = grad.new_zeros(ctx.shape, dtype=torch.promote_types(grad.dtype, torch.float32))
+            copies = _copies(ctx.layout, ctx.width, exchange.members.rank)
+            for copy, part in _copied(exchange, copies, grad.movedim(dim, 0), to_wanted=False):
+                held.movedim(dim, 0)[copy.held] += part
+            return held.to(grad.dtype), None, None, None, None
 
 
-def _exchanged(
+def _copied(
     exchange: _Exchange, copies: Sequence[_Copy], rows: Tensor, *, to_wanted: bool
 ) -> Iterator[tuple[_Copy, Tensor]]:
     """Send rows, and return those that this rank gets: of the halo, or the gradients of its own rows."""
     rank = exchange.members.rank
-    leaving: dict[int, list[_Copy]] = defaultdict(list)
-    arriving: dict[int, list[_Copy]] = defaultdict(list)
+    leaving: defaultdict[int, list[Tensor]] = defaultdict(list)
+    arriving: defaultdict[int, list[_Copy]] = defaultdict(list)
     for copy in copies:
         sender, receiver = (copy.source, copy.destination) if to_wanted else (copy.destination, copy.source)
         if sender == rank:
-            leaving[receiver].append(copy)
+            leaving[receiver].append(rows[copy.held if to_wanted else copy.wanted])
         if receiver == rank:
             arriving[sender].append(copy)
-    parts = {
-        peer: torch.cat([rows[copy.held if to_wanted else copy.wanted] for copy in of_peer])
-        for peer, of_peer in leaving.items()
+    shapes = {
+        peer: [Size((copy.num_rows, *rows.shape[1:])) for copy in of_peer] for peer, of_peer in sorted(arriving.items())
     }
-    own = parts.pop(rank, None)
-    received = {
-        peer: rows.new_empty((sum(copy.num_rows for copy in of_peer), *rows.shape[1:]))
-        for peer, of_peer in arriving.items()
-        if peer != rank
-    }
-    exchange.send(parts, received, 0)
-    if own is not None:
-        received[rank] = own
-    for peer in sorted(received):
-        of_peer = arriving[peer]
-        yield from zip(of_peer, received[peer].split([copy.num_rows for copy in of_peer]), strict=True)
+    arrived = exchange.swap(leaving, shapes, rows, 0)
+    for peer in shapes:  # in the order of ranks, so that sums are reproducible
+        yield from zip(arriving[peer], arrived[peer], strict=True)
 
 
 # --- recurrent states -------------------------------------------------------------------------------------------------
 
 
 class _Map(NamedTuple):
-    """What rows do to a state S: decay · S + state. ``decay`` is None where it acts on the state 0 before position 0."""
+    """What rows do to a state S: decay · S + state. ``decay`` is None where they begin at position 0, so S is 0."""
 
-    decay: Tensor | None
     state: Tensor
+    decay: Tensor | None
 
     def after(self, earlier: _Map, *, is_matrix: bool) -> _Map:
-        """This map after an earlier one."""
+        """The map of earlier rows and these rows together."""
         assert self.decay is not None
-        state = _apply(self.decay, earlier.state, is_matrix) + self.state
-        decay = None if earlier.decay is None else _apply(self.decay, earlier.decay, is_matrix)
-        return _Map(decay, state)
+        multiply = torch.matmul if is_matrix else torch.mul
+        decay = None if earlier.decay is None else multiply(self.decay, earlier.decay)
+        return _Map(multiply(self.decay, earlier.state) + self.state, decay)
 
 
 class _EnteringState(torch.autograd.Function):
     """The states that enter each piece: an exclusive scan over the pieces in order of position.
 
-    With S the entering states and g the gradients of them, the gradient X of what a piece leaves behind is
-    X_i = g_{i+1} + decay_{i+1}ᵀ X_{i+1}: the same scan from the last piece to the first. The gradient of a piece's
-    decay is X_i S_iᵀ.
+    With S the entering states and g their gradients, the gradient X of what a piece leaves behind is
+    X_i = g_{i+1} + decay_{i+1}ᴴ X_{i+1}: the same scan from the last piece to the first. The gradient of a piece's
+    decay is X_i S_iᴴ.
+
+    ``decay`` and ``state`` are [pieces of this rank, …], with equally many dims.
     """
 
     @staticmethod
     def forward(
         ctx: Any, decay: Tensor, state: Tensor, exchange: _Exchange, layout: SequenceLayout, is_matrix: bool
     ) -> Tensor:
-        ctx.exchange, ctx.layout, ctx.is_matrix = exchange, layout, is_matrix
-        dtype = torch.promote_types(torch.promote_types(decay.dtype, state.dtype), torch.float32)
-        own = [
-            _Map(*of_piece) for of_piece in zip(*(_by_piece(x.to(dtype), layout) for x in (decay, state)), strict=True)
-        ]
-        entering = _joined(_scan(exchange, layout, own, is_matrix=is_matrix, is_reversed=False), layout)
-        ctx.save_for_backward(decay, entering)
-        ctx.dtypes = decay.dtype, state.dtype
-        return entering.to(state.dtype)
+        ctx.exchange, ctx.layout, ctx.is_matrix, ctx.dtypes = exchange, layout, is_matrix, (decay.dtype, state.dtype)
+        with exchange.running(state.device):
+            dtype = torch.promote_types(torch.promote_types(decay.dtype, state.dtype), torch.float32)
+            decay, state_dtype = decay.to(dtype), state.dtype
+            entering = _scan(exchange, layout, decay, state.to(dtype), is_matrix=is_matrix, is_reversed=False)
+            ctx.save_for_backward(decay, entering if ctx.needs_input_grad[0] else None)
+            return entering.to(state_dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        decay, entering = ctx.saved_tensors
-        layout, is_matrix = ctx.layout, ctx.is_matrix
-        decays, grads, states = (_by_piece(x.to(entering.dtype), layout) for x in (decay, grad, entering))
-        decays = tuple(x.mH if is_matrix else x.conj() for x in decays)
-        own = [_Map(*of_piece) for of_piece in zip(decays, grads, strict=True)]
-        leaving = _scan(ctx.exchange.backward, layout, own, is_matrix=is_matrix, is_reversed=True)
-        grad_decays = []
-        for of_state, entered, like in zip(leaving, states, decays, strict=True):
-            with torch.autocast(of_state.device.type, enabled=False):
-                of_decay = of_state @ entered.mH if is_matrix else of_state * entered.conj()
-            grad_decays.append(of_decay.sum_to_size(like.shape))
-        of_decay, of_state = (_joined(x, layout) for x in (grad_decays, leaving))
-        if not ctx.dtypes[0].is_complex:
-            of_decay = of_decay.real
-        if not ctx.dtypes[1].is_complex:
-            of_state = of_state.real
-        return of_decay.to(ctx.dtypes[0]), of_state.to(ctx.dtypes[1]), None, None, None
+        exchange, (decay, entering) = ctx.exchange.backward, ctx.saved_tensors
+        with exchange.running(grad.device):
+            turned = decay.mH if ctx.is_matrix else decay.conj()
+            grad = grad.to(decay.dtype)
+            grad_state = _scan(exchange, ctx.layout, turned, grad, is_matrix=ctx.is_matrix, is_reversed=True)
+            grad_decay = None
+            if entering is not None:
+                grad_decay = grad_state @ entering.mH if ctx.is_matrix else grad_state * entering.conj()
+                grad_decay = grad_decay.sum_to_size(decay.shape)
+                grad_decay = (grad_decay if ctx.dtypes[0].is_complex else grad_decay.real).to(ctx.dtypes[0])
+            return grad_decay, grad_state.to(ctx.dtypes[1]), None, None, None
 
 
-def _by_piece(tensor: Tensor, layout: SequenceLayout) -> tuple[Tensor, ...]:
-    return (tensor,) if layout.kind == "contiguous" else tensor.unbind(0)
+def _distances(layout: SequenceLayout) -> list[int]:
+    """How many pieces the messages of each round of a scan go."""
+    return [2**index for index in range((layout.num_chunks - 1).bit_length())]
 
 
-def _joined(of_pieces: Sequence[Tensor], layout: SequenceLayout) -> Tensor:
-    return of_pieces[0] if layout.kind == "contiguous" else torch.stack([*of_pieces])
-
-
-def _apply(decay: Tensor, state: Tensor, is_matrix: bool) -> Tensor:
-    with torch.autocast(state.device.type, enabled=False):
-        return decay @ state if is_matrix else decay * state
+def _pairs_of_scan(layout: SequenceLayout, rank: int) -> set[tuple[int, int]]:
+    """The (source, destination) pairs of a scan with ``rank``."""
+    owners = layout.chunk_ranks().tolist()
+    pairs = {pair for distance in _distances(layout) for pair in zip(owners, owners[distance:], strict=False)}
+    return {pair for pair in pairs if rank in pair}
 
 
 def _scan(
-    exchange: _Exchange, layout: SequenceLayout, own: Sequence[_Map], *, is_matrix: bool, is_reversed: bool
-) -> list[Tensor]:
-    """The state after all earlier pieces, for each piece of this rank, in the order of its pieces.
+    exchange: _Exchange, layout: SequenceLayout, decay: Tensor, state: Tensor, *, is_matrix: bool, is_reversed: bool
+) -> Tensor:
+    """The state after all earlier pieces, for each piece of this rank: [pieces of this rank, …].
 
-    First every piece sends its map to the next piece. Then it sends the map of up to d pieces to the piece d later, for
-    d = 1, 2, 4, … (Hillis and Steele, 1986). A map of all earlier pieces is sent without its decay.
+    In the rounds d = 1, 2, 4, …, each piece sends the map of the last d pieces up to itself to the piece d later
+    (Hillis and Steele, 1986). If d pieces reach back to the first one, the map is sent without its decay.
     """
-    num, rank = layout.num_chunks, exchange.members.rank
-    owners = layout.chunk_ranks().tolist()
-    places = list(layout.chunks(rank))
+    owners, places = layout.chunk_ranks().tolist(), [*layout.chunks(exchange.members.rank)]
     if is_reversed:
-        owners, places = owners[::-1], [num - 1 - chunk for chunk in places]
-    before = {place: _Map(None, torch.zeros_like(own[0].state)) for place in places}
-    arrived = _pass_on(exchange, owners, dict(zip(places, own, strict=True)), range(num - 1), 1, 0, own[0], 0)
-    before |= arrived
-    distance = 1
-    while distance < num - 1:
-        senders = range(1, num - distance)
-        arrived = _pass_on(exchange, owners, before, senders, distance, distance, own[0], distance)
-        before |= {place: before[place].after(earlier, is_matrix=is_matrix) for place, earlier in arrived.items()}
-        distance *= 2
-    return [before[place].state for place in places]
+        owners, places = owners[::-1], [len(owners) - 1 - place for place in places]
+    own = {place: _Map(*of_piece) for place, *of_piece in zip(places, state.unbind(0), decay.unbind(0), strict=True)}
+    maps, before = dict(own), dict[int, _Map]()  # of the last d pieces up to each one, and of those before it alone
+    for distance in _distances(layout):
+        for place, earlier in _pass_on(exchange, owners, maps, distance, next(iter(own.values()))).items():
+            before[place] = before[place].after(earlier, is_matrix=is_matrix) if place in before else earlier
+            maps[place] = own[place].after(before[place], is_matrix=is_matrix)
+    return torch.stack([before[place].state if place in before else torch.zeros_like(state[0]) for place in places])
 
 
 def _pass_on(
-    exchange: _Exchange,
-    owners: Sequence[int],
-    maps: Mapping[int, _Map],
-    senders: range,
-    distance: int,
-    last_complete: int,
-    like: _Map,
-    index: int,
+    exchange: _Exchange, owners: Sequence[int], maps: Mapping[int, _Map], distance: int, like: _Map
 ) -> dict[int, _Map]:
-    """Send the maps of some pieces to the pieces ``distance`` later. Returns those that reach pieces of this rank.
+    """Send maps to the pieces ``distance`` later, and return those that reach pieces of this rank.
 
     Args:
         owners: the rank of each piece.
-        maps: those of this rank's pieces.
-        last_complete: maps of the pieces up to this one have no decay.
+        maps: those of the last ``distance`` pieces up to each piece of this rank.
         like: a map with a decay, for the shapes.
-        index: number of the exchange within the call.
     """
     rank = exchange.members.rank
-    leaving: dict[int, list[Tensor]] = defaultdict(list)
-    arriving: dict[int, list[int]] = defaultdict(list)
-    arrived: dict[int, _Map] = {}
-    for place in senders:
-        source, destination = owners[place], owners[place + distance]
+    leaving: defaultdict[int, list[Tensor]] = defaultdict(list)
+    arriving: defaultdict[int, list[int]] = defaultdict(list)
+    shapes: defaultdict[int, list[Size]] = defaultdict(list)
+    for place, (source, destination) in enumerate(zip(owners, owners[distance:], strict=False)):
+        num_parts = 1 if place < distance else 2
         if source == rank:
-            passed = maps[place] if place > last_complete else _Map(None, maps[place].state)
-            if destination == rank:
-                arrived[place + distance] = passed
-            else:
-                leaving[destination] += [part.flatten() for part in passed if part is not None]
-        elif destination == rank:
+            leaving[destination] += cast("tuple[Tensor, ...]", maps[place][:num_parts])
+        if destination == rank:
             arriving[source].append(place)
-
-    def shapes(place: int) -> list[torch.Size]:
-        return [part.shape for part in (like if place > last_complete else like[1:])]
-
-    received = {
-        peer: like.state.new_empty(sum(shape.numel() for place in of_peer for shape in shapes(place)))
+            shapes[source] += [part.shape for part in cast("tuple[Tensor, ...]", like[:num_parts])]
+    arrived = exchange.swap(leaving, shapes, like.state, distance)
+    parts = {peer: iter(of_peer) for peer, of_peer in arrived.items()}
+    return {
+        place + distance: _Map(next(parts[peer]), None if place < distance else next(parts[peer]))
         for peer, of_peer in arriving.items()
+        for place in of_peer
     }
-    exchange.send({peer: torch.cat(parts) for peer, parts in leaving.items()}, received, index)
-    for peer, of_peer in arriving.items():
-        parts = iter(received[peer].split([shape.numel() for place in of_peer for shape in shapes(place)]))
-        for place in of_peer:
-            *decay, state = (next(parts).view(shape) for shape in shapes(place))
-            arrived[place + distance] = _Map(decay[0] if decay else None, state)
-    return arrived

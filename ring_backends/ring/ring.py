@@ -145,8 +145,7 @@ class Ring(Members):
             RingPeerError: a rank died, stalled or left.
         """
         with self.report_refusals():
-            seq_len = tensor.shape[dim] * self.size if seq_len is None else seq_len
-            self.check_rows("tensor", tensor, seq_len, dim)
+            seq_len = self.check_rows("tensor", tensor, seq_len, dim)
         return unshard(self, "unshard", self.layout(seq_len), tensor, dim) if seq_len else tensor
 
     def pool(
@@ -173,16 +172,15 @@ class Ring(Members):
             RingPeerError: a rank died, stalled or left.
         """
         with self.report_refusals():
-            seq_len = rows.shape[1] * self.size if seq_len is None else seq_len
             check_pooling(rows, mask, how)
-            self.check_rows("rows", rows, seq_len)
+            seq_len = self.check_rows("rows", rows, seq_len)
         return pool(self, self.layout(seq_len) if seq_len else None, rows, mask, how)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def halo(self, rows: Tensor, width: int, dim: int = 1, seq_len: int | None = None) -> Tensor:
-        """The ``width`` positions before this rank's rows, such as a causal convolution of ``width + 1`` needs.
+        """The ``width`` positions before this rank's rows, as a causal convolution over ``width + 1`` positions needs.
 
-        Every rank of the ring makes the same call.
+        Every rank of the ring makes the same call, and uses the result alike: its backward is a call of the ring, too.
 
         Args:
             rows: this rank's part of any tensor, as :meth:`shard` returns it. It may be shorter than ``width``.
@@ -191,20 +189,20 @@ class Ring(Members):
             seq_len: length of the global sequence; None is local length × ring size.
 
         Returns:
-            The shape and dtype of ``rows``, but ``width`` along ``dim``, with zeros for positions before 0. In the zigzag
-            layout, 2 · ``width``: the halo of this rank's first piece, then that of its second piece. The backward
-            returns the gradients to the ranks that hold the rows, and adds them in fp32 at least.
+            The shape and dtype of ``rows``, but ``width`` long along ``dim``, with zeros for positions before 0. In the
+            zigzag layout it is 2 · ``width`` long: the halo of this rank's first piece, then that of its second piece.
+            The backward returns the gradients to the ranks that hold the rows, and adds them in fp32 at least.
 
         Raises:
-            ValueError, TypeError: ``width`` is not such a number, or the length of ``rows`` is not that of this rank's
-                part of ``seq_len`` tokens.
+            ValueError, TypeError: ``width`` is not such a number, ``rows`` has no ``dim``, or its length is not that of
+                this rank's part of ``seq_len`` tokens.
             RingMismatchError: the ranks' calls differ.
             RingPeerError: a rank died, stalled or left.
         """
         with self.report_refusals():
-            check_integer("width", width, 0)
-            seq_len = rows.shape[dim] * self.size if seq_len is None else seq_len
-            self.check_rows("rows", rows, seq_len, dim)
+            seq_len = self.check_rows("rows", rows, seq_len, dim)
+            if check_integer("width", width, 0) >= 2**62:
+                raise ValueError(f"width = {width}: must be below 2**62, since positions are int64; give less.")
         if not seq_len:
             shape = list(rows.shape)
             shape[dim] = width * (2 if self.layout_kind == "zigzag" else 1)
@@ -213,11 +211,12 @@ class Ring(Members):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def entering_state(self, decay: Tensor, state: Tensor, *, matrix: bool = False) -> Tensor:
-        """The state of a recurrent layer before this rank's rows. Every rank of the ring makes the same call.
+        """The state of a recurrent layer before this rank's rows.
 
-        The rows of each rank map the state S that they find to ``decay · S + state``. Ranks without rows pass a
-        ``decay`` of 1, or the identity, and a ``state`` of 0. The ranks exchange their maps in log2(ring size) rounds
-        of messages, whose size does not depend on the length of the sequence.
+        The rows of each rank map the state S that they find to ``decay · S + state``. The ranks exchange these maps in
+        ⌈log2(ring size)⌉ rounds of messages, whose sizes do not depend on the length of the sequence. Ranks without
+        rows pass a ``decay`` of 1, or the identity, and a ``state`` of 0. Every rank of the ring makes the same call,
+        and uses the result alike: its backward is a call of the ring, too.
 
         Args:
             decay: broadcasts over ``state``. With ``matrix``, [..., K, K], a matrix on the left of each state.
@@ -227,11 +226,13 @@ class Ring(Members):
 
         Returns:
             The state that enters this rank's rows, 0 before position 0, in the shape and dtype of ``state``. It is
-            computed in fp32 at least. Differentiable in both arguments. In the zigzag layout, all three tensors have
-            one more dimension of size 2 before the others, for this rank's first and second piece of the sequence.
+            computed in fp32 at least, also under autocast. Differentiable in both arguments. In the zigzag layout, all
+            three tensors have one more dimension of size 2 before the others, for this rank's first and second piece of
+            the sequence, and there are ⌈log2(2 · ring size)⌉ rounds.
 
         Raises:
-            TypeError: an argument is not a floating-point or complex tensor.
+            TypeError: an argument is not a floating-point or complex tensor, or ``decay`` is complex and ``state`` is
+                not.
             ValueError: the shapes or devices do not fit.
             RingMismatchError: the ranks' calls differ.
             RingPeerError: a rank died, stalled or left.
@@ -240,12 +241,18 @@ class Ring(Members):
             check_maps(self.layout_kind, decay, state, is_matrix=matrix)
         return entering_state(self, self.traffic, self.layout_kind, decay, state, is_matrix=matrix)
 
-    def check_rows(self, name: str, tensor: Tensor, seq_len: int, dim: int = 1) -> None:
+    def check_rows(self, name: str, tensor: Tensor, seq_len: int | None, dim: int = 1) -> int:
         """Check that the argument ``name`` is this rank's part of a tensor of ``seq_len`` tokens.
 
+        Returns:
+            The length of the global sequence: ``seq_len``, or local length × ring size if that is None.
+
         Raises:
-            ValueError: it is not.
+            ValueError: it is not such a part, or has no such dimension.
         """
+        if not -tensor.dim() <= dim < tensor.dim():
+            raise ValueError(f"dim = {dim}: {name} is {[*tensor.shape]}; give the dim of the sequence.")
+        seq_len = tensor.shape[dim] * self.size if seq_len is None else seq_len
         is_empty = isinstance(seq_len, int) and seq_len == 0
         expected = 0 if is_empty else self.layout(seq_len).local_len(self.rank)
         if tensor.shape[dim] != expected:
@@ -254,6 +261,7 @@ class Ring(Members):
                 f"ring of {self.size} holds {expected} of {seq_len}; pass the rank's part, ring.shard({name}), and "
                 "the seq_len of the whole sequence."
             )
+        return seq_len
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ring:
         return self
