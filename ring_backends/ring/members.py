@@ -264,6 +264,7 @@ def _report_refusals(agreement: Agreement) -> Iterator[None]:
 
 def flat_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor, as uint8 [bytes]."""
+    assert tensor.is_contiguous()
     # as_strided, since a contiguous tensor of one element may have any strides.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 

@@ -64,7 +64,8 @@ class _Unshard(torch.autograd.Function):
         call = agreement.begin(ctx.call.configuration, direction=backward_of(ctx.call.number))
 
         def part_of(rank: int) -> Tensor:
-            return torch.cat([whole[piece.start : piece.stop] for piece in ctx.layout.pieces(rank)])
+            # The result of torch.cat has the strides of its arguments if these are channels last.
+            return torch.cat([whole[piece.start : piece.stop] for piece in ctx.layout.pieces(rank)]).contiguous()
 
         with agreement.report_errors(call):
             total = ctx.members.reduce_scatter(call, part_of, 0)

@@ -217,12 +217,14 @@ class LostPeerTests(AdapterSuite):
 
     @on_every_rank
     def test_a_rank_that_leaves_before_a_halo_is_named(self) -> None:
-        """Rank 1 of 4 does not make the second of two equal calls, whose halo spans all earlier ranks."""
+        """Rank 1 of 4 skips the second of two equal halos. Then the other ranks call again, and rank 3 waits, too."""
         ring = self.new_ring()
         rows = torch.zeros(1, 2)
-        ring.halo(rows, 6)
+        ring.halo(rows, 2)
         shorten(ring)
         if ring.rank != ODD_RANK:
-            ended = ending(lambda: [ring.halo(rows, 6) for _ in range(2)])  # rank 0 waits for nobody in the first
-            ended.check(RingPeerError, f"rank {ring.rank} waited in halo (forward)", within=SHORT + A_MOMENT)
+            ended = ending(lambda: [ring.halo(rows, 2) for _ in range(2)])
+            peers = {0: "from ranks [] and to ranks [1]", 2: "from ranks [1] and to ranks [3]", 3: "from ranks [2]"}
+            text = f"rank {ring.rank} waited in halo (forward) for tensors {peers[ring.rank]}"
+            ended.check(RingPeerError, text, within=SHORT + A_MOMENT)
         self.new_call().check()

@@ -166,7 +166,8 @@ class Block:
     def like(self, tensor: Tensor) -> Tensor:
         """A tensor like ``tensor``, over the memory of the block."""
         alias = torch.empty(0, dtype=tensor.dtype)
-        return alias.set_(self.memory.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+        alias.set_(self.memory.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+        return alias.conj() if tensor.is_conj() else alias
 
 
 class Allocator:

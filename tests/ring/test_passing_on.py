@@ -243,16 +243,24 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("dim", [0, 1])
 @on_every_rank
 def test_views_give_the_results_of_contiguous_copies(view: str, dim: int) -> None:
+    """The views are on odd ranks only, so that strides differ between ranks. Also of ``ring.unshard``."""
     ring = native_ring("zigzag", rings=FOUR)
     numbers = torch.randn(4, 4, 3, 3, generator=torch.Generator().manual_seed(ring.rank), dtype=torch.float64)
+
+    def copied(x: Tensor) -> Tensor:
+        return VIEWS[view](x).resolve_conj().resolve_neg().contiguous()
+
     results = []
-    for make in (VIEWS[view], lambda x: VIEWS[view](x).resolve_conj().resolve_neg().contiguous()):
+    for make in (VIEWS[view] if ring.rank % 2 else copied, copied):
         rows, grad = make(numbers).requires_grad_(), make(numbers.flip(0))
         halo = ring.halo(rows, 2, dim)
         decay, state = rows[:2], rows[2:]
-        out = ring.entering_state(decay, state)
-        grads = torch.autograd.grad([halo, out], rows, [grad, grad[:2]])
-        results.append([halo.detach(), out.detach(), *grads])
+        outs = [halo, ring.entering_state(decay, state), ring.unshard(rows, dim)]
+        grad_whole = make(torch.cat([numbers] * 4, dim))
+        of_each = [
+            torch.autograd.grad(out, rows, x)[0] for out, x in zip(outs, [grad, grad[:2], grad_whole], strict=True)
+        ]
+        results.append([*(out.detach() for out in outs), *of_each])
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
