@@ -383,19 +383,19 @@ def _pass_on(
     """
     rank = exchange.members.rank
     leaving: defaultdict[int, list[Tensor]] = defaultdict(list)
-    arriving: defaultdict[int, list[int]] = defaultdict(list)
+    arriving: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     shapes: defaultdict[int, list[Size]] = defaultdict(list)
     for place, (source, destination) in enumerate(zip(owners, owners[distance:], strict=False)):
         num_parts = 1 if place < distance else 2
         if source == rank:
             leaving[destination] += cast("tuple[Tensor, ...]", maps[place][:num_parts])
         if destination == rank:
-            arriving[source].append(place)
+            arriving[source].append((place + distance, num_parts))
             shapes[source] += [part.shape for part in cast("tuple[Tensor, ...]", like[:num_parts])]
     arrived = exchange.swap(leaving, shapes, like.state, distance)
     parts = {peer: iter(of_peer) for peer, of_peer in arrived.items()}
     return {
-        place + distance: _Map(next(parts[peer]), None if place < distance else next(parts[peer]))
+        place: _Map(next(parts[peer]), next(parts[peer]) if num_parts == 2 else None)
         for peer, of_peer in arriving.items()
-        for place in of_peer
+        for place, num_parts in of_peer
     }

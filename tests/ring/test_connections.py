@@ -175,6 +175,26 @@ def test_unshard_and_pool_connect_neighbours_only(seq_len: int, layout: Any) -> 
 
 
 @pytest.mark.usefixtures("over_nccl")
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("call", ["halo", "entering_state"])
+def test_halos_and_states_connect_their_ranks_before_the_first_message(call: str, layout: Any) -> None:
+    """The forward connects those of the backward, too. Without gradients, there is none."""
+
+    def calls(ring: RecordedRing) -> None:
+        for backward in (False, True):
+            before = len(ring.posts)
+            rows = torch.ones(2, 2, WIDTH, requires_grad=backward)
+            out = ring.halo(rows, 3) if call == "halo" else ring.entering_state(rows, rows)
+            if backward:
+                out.sum().backward()
+            posts = [connects for connects, _ in ring.posts[before:]]
+            assert not any(posts[1:]), posts
+            assert ring.messages() == ring.connected
+
+    check_ends(run(5, calls, layout=layout))
+
+
+@pytest.mark.usefixtures("over_nccl")
 @pytest.mark.parametrize(("size", "peers"), [(2, 1), (5, 3), (8, 3), (16, 4)])
 def test_small_all_gathers_take_few_rounds(size: int, peers: int) -> None:
     def gather(ring: RecordedRing) -> None:
