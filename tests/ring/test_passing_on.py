@@ -208,6 +208,17 @@ def test_half_precision_is_computed_in_fp32() -> None:
     assert_near(rows.grad, torch.tensor([[258.0, 2.0, 1.0, 0.0][ring.rank]]).bfloat16(), 0)
 
 
+@on_every_rank
+def test_a_decay_of_zero_keeps_earlier_states_out() -> None:
+    """As for packed documents, of which one begins on rank 2."""
+    ring = native_ring(rings=FOUR)
+    decay = torch.tensor(0.0 if ring.rank == 2 else 1.0)
+    state = torch.tensor(ring.rank + 1.0, requires_grad=True)
+    out = ring.entering_state(decay, state)
+    out.backward()
+    assert (out.item(), state.grad) == ([0.0, 1.0, 3.0, 3.0][ring.rank], [2.0, 1.0, 1.0, 0.0][ring.rank])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @on_every_rank
 def test_dtypes_of_results_and_gradients(dtype: torch.dtype) -> None:
