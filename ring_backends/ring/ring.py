@@ -248,9 +248,9 @@ class Ring(Members):
             The length of the global sequence: ``seq_len``, or local length × ring size if that is None.
 
         Raises:
-            ValueError: it is not such a part, or has no such dimension.
+            ValueError, TypeError: it is not such a part, or has no such dimension.
         """
-        if not -tensor.dim() <= dim < tensor.dim():
+        if not -tensor.dim() <= check_integer("dim", dim) < tensor.dim():
             raise ValueError(f"dim = {dim}: {name} is {[*tensor.shape]}; give the dim of the sequence.")
         seq_len = tensor.shape[dim] * self.size if seq_len is None else seq_len
         is_empty = isinstance(seq_len, int) and seq_len == 0
