@@ -33,8 +33,7 @@ def halo(members: Members, traffic: Traffic, layout: SequenceLayout, rows: Tenso
         "dim": dim,
         "sizes of the other dims": [size for axis, size in enumerate(rows.shape) if axis != dim],
     }
-    copies = _copies(layout, width, members.rank)
-    pairs = {(copy.source, copy.destination) for copy in copies}
+    pairs = {(copy.source, copy.destination) for copy in _copies(layout, width, members.rank)}
     exchange = _Exchange.begin(members, traffic, fields, [rows], pairs)
     return cast(Tensor, _Halo.apply(rows, exchange, layout, width, dim))  # type: ignore[no-untyped-call]
 
@@ -189,11 +188,11 @@ class _Exchange:
             sent = [tensor for tensor in leaving.values() if tensor.numel()]
             self.traffic.messages += len(sent)
             self.traffic.bytes += sum(tensor.nbytes for tensor in sent)
-        arrived = {peer: [*outgoing[peer]] for peer in incoming if peer == rank}
+        arrived = {rank: outgoing[rank]} if rank in incoming else {}
         for peer, buffer in arriving.items():
             parts = buffer.split([shape.numel() for shape in incoming[peer]])
             arrived[peer] = [part.view(shape) for part, shape in zip(parts, incoming[peer], strict=True)]
-        return cast("dict[int, Sequence[Tensor]]", arrived)
+        return arrived
 
 
 # --- halo -------------------------------------------------------------------------------------------------------------
@@ -344,6 +343,7 @@ def _distances(layout: SequenceLayout) -> list[int]:
     return [2**index for index in range((layout.num_chunks - 1).bit_length())]
 
 
+@lru_cache
 def _pairs_of_scan(layout: SequenceLayout, rank: int) -> set[tuple[int, int]]:
     """The (source, destination) pairs of a scan with ``rank``."""
     owners = layout.chunk_ranks().tolist()

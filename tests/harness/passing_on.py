@@ -75,7 +75,7 @@ def check_entering_state(ring: Ring, maps: Maps, atol: float = 1e-11) -> None:
     """Compare the entering states and both gradients with the recurrence over the pieces, one after the other."""
     generator = torch.Generator().manual_seed(7)
     num = ring.size * (2 if ring.layout_kind == "zigzag" else 1)
-    decays = torch.randn(num, *maps.decay, generator=generator, dtype=maps.decay_dtype).requires_grad_()
+    decays = (0.5 * torch.randn(num, *maps.decay, generator=generator, dtype=maps.decay_dtype)).requires_grad_()
     states = torch.randn(num, *maps.state, generator=generator, dtype=maps.state_dtype).requires_grad_()
     state, entering = 0 * states[0], []
     for decay, added in zip(decays, states, strict=True):

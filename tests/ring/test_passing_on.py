@@ -20,6 +20,7 @@ from ring_backends.testing.failing_calls import ODD_RANK, ending
 from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.passing_on import HALOS, MAPS, check_entering_state, check_halo
 from ring_backends.testing.rings import FOUR, LAYOUTS
+from ring_backends.testing.thread_ring import run_in_threads
 from ring_backends.testing.world import World, on_every_rank
 
 Sent = tuple[int, int]
@@ -32,6 +33,17 @@ def test_one_rank_equals_the_definitions(layout: Any) -> None:
         check_halo(ring, seq_len, width)
     for maps in MAPS:
         check_entering_state(ring, maps)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", matrix_but(7, of=(3, 7, 8, 16)))
+def test_longer_rings_equal_the_definitions(size: int, layout: Any) -> None:
+    def check(ring: Ring) -> None:
+        check_halo(ring, 20, 4)
+        for maps in (MAPS[0], MAPS[3]):
+            check_entering_state(ring, maps)
+
+    run_in_threads(size, check, layout=layout)
 
 
 # --- shapes and refusals ----------------------------------------------------------------------------------------------
@@ -105,6 +117,9 @@ def test_different_calls_are_reported() -> None:
     ]
     for text, call in differences:
         ending(call).check(RingMismatchError, text)
+    refused = ending(ring.halo, rows, -1 if is_odd else 5)
+    error, text = (ValueError, "width = -1") if is_odd else (RingMismatchError, "rank 1 refused its arguments with Val")
+    refused.check(error, text)
     check_halo(ring, 8, 3)
 
 
@@ -328,13 +343,18 @@ def test_activation_checkpointing_and_compile(how: str) -> None:
         "non-reentrant": partial(checkpoint, plain, use_reentrant=False),
         "reentrant": partial(checkpoint, plain, use_reentrant=True),
     }
-    results = []
+    results, sent = [], []
     for way in (plain, ways[how]):
         rows = numbers.clone().requires_grad_()
+        ring.traffic.reset()
         out = way(rows)
+        forward = ring.traffic.messages
         out.backward(numbers)
         results.append([out.detach(), rows.grad])
+        sent.append((forward, ring.traffic.messages))
     torch.testing.assert_close(*results, rtol=0, atol=1e-14)
+    (forward, both), repeated = sent
+    assert repeated == (forward, both if how == "compiled" else both + forward), sent
 
 
 def test_tensors_without_values_on_one_device() -> None:
