@@ -330,7 +330,7 @@ def check_config(config: Any, num_passing: int = 0) -> None:
     if others:
         raise ValueError(
             f"layer_types has {', '.join(sorted(others))}: such layers mix positions without this attention, and would "
-            "see only one shard. A ring knows the convolutions and recurrent layers of transformers from release 5.15 "
+            "see only one shard. A ring knows the convolutions and recurrent layers of transformers from release 5.17 "
             "on, in a model that was given to use_ring(), attach() or register(attention, model=model)."
         )
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}

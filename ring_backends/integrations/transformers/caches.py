@@ -21,7 +21,7 @@ from ring_backends.ring.ring import Ring
 
 try:
     from transformers.cache_utils import LinearAttentionLayer
-except ImportError:  # before 5.15, where no model with such layers runs on a ring
+except ImportError:  # before 5.17, where no model with such layers runs on a ring
     LinearAttentionLayer = CacheLayerMixin
 
 _MIN_ROWS = 2
@@ -54,8 +54,9 @@ class Generation:
     def __init__(self, inner: Any, ring: Ring, max_len: int | None) -> None:
         self.ring, self.max_len = ring, max_len
         self.caches: list[list[KeyValueCache]] = [[] for _ in range(inner.config.get_text_config().num_hidden_layers)]
-        # transformers 5.24 has renamed the argument.
-        name = "cache" if "cache" in inspect.signature(inner.forward).parameters else "past_key_values"
+        # transformers 5.24 has renamed the argument, which Mamba called "cache_params".
+        taken = inspect.signature(inner.forward).parameters
+        name = next((name for name in ("cache", "cache_params") if name in taken), "past_key_values")
         self.cache = {name: _cache_class(inner)(self, _layers_of(inner, self))}
         self.linear_states: dict[int, Tensor] = {}
         self.layers = frozenset(inner.modules())

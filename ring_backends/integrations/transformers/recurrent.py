@@ -22,6 +22,7 @@ from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -566,9 +567,15 @@ def _runs(numbers: Tensor, piece: range) -> Iterator[range]:
 
 # --- layers -----------------------------------------------------------------------------------------------------------
 
+_RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+_FIRST_RELEASE = 5, 17
+"""Earlier releases compute recurrences within the layers, or do not pass the arguments of the model on to them."""
+
 
 def recurrent_layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model whose convolutions and recurrences a ring knows."""
+    """The layers of a model whose convolutions and recurrences a ring knows; none before transformers 5.17."""
+    if _RELEASE < _FIRST_RELEASE:
+        return []
     return [part for part in model.modules() if _functions_of(part) or _is_lightning(part)]
 
 
@@ -601,7 +608,10 @@ def _own_forward(layer: nn.Module) -> Any:
     return forward
 
 
-_WITHOUT_ARGUMENTS = frozenset(("JambaMambaMixer", "MambaMixer", "Mamba2Mixer", "FalconMambaMixer"))
+_WITHOUT_ARGUMENTS = frozenset(
+    ("JambaMambaMixer", "MambaMixer", "Mamba2Mixer", "FalconMambaMixer")
+    + ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")  # in 5.17 to 5.21
+)
 """Classes of layers that some models give no arguments but the attention mask."""
 
 _ARGUMENTS_LOST = (
