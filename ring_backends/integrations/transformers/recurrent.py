@@ -609,8 +609,10 @@ def _own_forward(layer: nn.Module) -> Any:
 
 
 _WITHOUT_ARGUMENTS = frozenset(
-    ("JambaMambaMixer", "MambaMixer", "Mamba2Mixer", "FalconMambaMixer")
-    + ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")  # in 5.17 to 5.21
+    (
+        *("JambaMambaMixer", "MambaMixer", "Mamba2Mixer", "FalconMambaMixer"),
+        *("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"),  # in 5.17 to 5.21
+    )
 )
 """Classes of layers that some models give no arguments but the attention mask."""
 
