@@ -323,15 +323,18 @@ def check_config(config: Any, num_passing: int = 0) -> None:
         raise ValueError(
             "is_encoder_decoder = True: encoder-decoders are not supported by a ring; use its encoder or its decoder."
         )
-    layer_types = list(getattr(config, "layer_types", None) or ())
+    layer_types = getattr(config, "layer_types", None) or ()
     others = set(layer_types) - _LAYER_TYPES
-    if sum(name in _MIXING for name in layer_types) > num_passing:
-        others |= set(layer_types) & _MIXING
     if others:
         raise ValueError(
-            f"layer_types has {', '.join(sorted(others))}: such layers mix positions without this attention, and would "
-            "see only one shard. A ring knows the convolutions and recurrent layers of transformers from release 5.17 "
-            "on, in a model that was given to use_ring(), attach() or register(attention, model=model)."
+            f"layer_types has {', '.join(sorted(others))}: a ring does not know how these layers mix positions, and they "
+            "would see only one shard; use a model without them."
+        )
+    if sum(name in _MIXING for name in layer_types) > num_passing:
+        raise ValueError(
+            f"layer_types has {', '.join(sorted(set(layer_types) & _MIXING))}: these layers mix positions without this "
+            "attention, and would see only one shard. A ring knows those of most models, if transformers is 5.17 or "
+            "later and the model was given to use_ring(), attach() or register(attention, model=model)."
         )
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
