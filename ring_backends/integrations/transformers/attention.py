@@ -327,7 +327,7 @@ def check_config(config: Any, num_passing: int = 0) -> None:
     others = set(layer_types) - _LAYER_TYPES
     if others:
         raise ValueError(
-            f"layer_types has {', '.join(sorted(others))}: a ring does not know how these layers mix positions, and they "
+            f"layer_types has {', '.join(sorted(others))}: a ring does not know how these layers mix positions. They "
             "would see only one shard; use a model without them."
         )
     if sum(name in _MIXING for name in layer_types) > num_passing:
