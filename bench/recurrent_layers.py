@@ -14,8 +14,9 @@ from report import Repeats, Row, Shrink, compared
 from ring_backends.adapters import native
 from ring_backends.testing.world import World
 
+_DIMS = ("linear_key_head_dim", "linear_value_head_dim")
 _COMMON = {"vocab_size": 64, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 1}
-_DELTA = {"linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+_DELTA = {"linear_num_value_heads": 8, "linear_num_key_heads": 4, **dict.fromkeys(_DIMS, 64)}
 _ATTENTION = {"num_attention_heads": 8, "num_key_value_heads": 8}
 LAYERS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "convolution": ("lfm2", 16384, {**_COMMON, **_ATTENTION, "layer_types": ["conv"]}),
@@ -35,9 +36,8 @@ def recurrent_layers(repeats: Repeats = 7, shrink: Shrink = 1) -> Iterator[Row]:
     with World(2, call_timeout=3600.0) as world:
         for kind, (_, tokens, _) in LAYERS.items():
             found = world.run(measure, kind, tokens // shrink, repeats)
-            two, one = (
-                [max(call) for call in zip(*(of_rank["seconds"][who] for of_rank in found), strict=True)] for who in (0, 1)
-            )
+            by_rank = [of_rank["seconds"] for of_rank in found]
+            two, one = ([max(call) for call in zip(*(of[who] for of in by_rank), strict=True)] for who in (0, 1))
             yield {
                 "layer": kind,
                 "tokens": tokens // shrink,
