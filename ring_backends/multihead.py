@@ -17,6 +17,7 @@ from ring_backends.kernels import resolve_dtype
 from ring_backends.kernels.score_mod import ScoreMod
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.checks import check_integer
+from ring_backends.torch_internals import without_base
 
 _MAX_CACHED_TABLES = 4
 
@@ -166,7 +167,7 @@ class RingDilatedMultiheadAttention(nn.Module):
         out = out.reshape(batch, local_len, self.embed_dim)
         if self.inner_attn_ln is not None:
             out = self.inner_attn_ln(out)
-        return cast(Tensor, self.out_proj(out))
+        return without_base(self.out_proj(out))  # with a bias, nn.Linear returns a view
 
     def extra_repr(self) -> str:
         sizes = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"

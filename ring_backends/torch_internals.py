@@ -131,3 +131,23 @@ class _WithBackward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.map_gradient(grad), None, None
+
+
+def without_base(tensor: Tensor) -> Tensor:
+    """Return the same values as a tensor that autograd does not know as a view, without a copy.
+
+    FSDP2 warns of every module that returns a view. Both tensors count changes in place together, so autograd still
+    notices a change of what it has saved.
+    """
+    is_view = tensor._base is not None and torch.is_grad_enabled()
+    return cast(Tensor, _WithoutBase.apply(tensor)) if is_view else tensor  # type: ignore[no-untyped-call]
+
+
+class _WithoutBase(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad

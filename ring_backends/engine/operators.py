@@ -82,6 +82,7 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, executor: Executor, inputs: AttentionInputs, *tensors: Any) -> tuple[Tensor, Tensor]:
         with without_autocast(inputs.query.device):
             out, lse, ctx.number, inputs = executor.forward(inputs)
+        out = out.detach()  # torch refuses in-place changes of a view from a custom function, such as ``out += x``
         ctx.executor, ctx.score_mod = executor, inputs.score_mod
         ctx.read = None if inputs.score_mod is None else read_values(inputs.score_mod)
         ctx.save_for_backward(*inputs.tensors, out, lse)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.testing.failing_calls import ending
 from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.models import OneParameter, make_model, unit_sgd
@@ -59,6 +61,20 @@ def test_each_block_is_sharded_by_itself(strategy: str, chosen: str | None, want
     names = [name for name, part in parts if isinstance(part, (FSDPModule, FullyShardedDataParallel))]
     names = sorted(name.replace("_fsdp_wrapped_module.", "") for name in names)
     assert names == wanted, names
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "hsdp"])
+@on_every_rank
+def test_multihead_layers_as_blocks_cause_no_warning(strategy: str) -> None:
+    """FSDP2 warns of a module that returns a view."""
+    attentions = [fsdp.RingDilatedAttention([8], [1], ring=ring_of(ADAPTER, TWO)) for _ in range(2)]
+    model = nn.Sequential(*(RingDilatedMultiheadAttention(8, 2, attention) for attention in attentions))
+    state = parallelize({"strategy": strategy}, model, TWO)
+    assert all(isinstance(layer, FSDPModule) for layer in model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "FSDP2-wrapped module")
+        out = state.model(torch.ones(1, 4, 8))
+        state.backward(state.loss(out.square().sum(), 4))
 
 
 def wrapped(model: nn.Module, sharding: str, **options: Any) -> FullyShardedDataParallel:

@@ -66,6 +66,15 @@ def test_single_device_equals_the_reference(part: int, case: AttentionCase) -> N
     check_exact(single_device_results(case), expected(case))
 
 
+def test_out_may_be_changed_in_place_until_the_backward() -> None:
+    """As with ``scaled_dot_product_attention``, the backward needs the unchanged result."""
+    query = torch.ones(1, 8, 2, 4, requires_grad=True)
+    out = dilated_attention(query, query, query, [4, 8], [1, 2])
+    assert out._base is None
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.mul_(2).sum().backward()
+
+
 IN_GROUPS = AttentionCase(
     *(61, (9, 61), (2, 3)),
     num_heads=6,

@@ -222,6 +222,32 @@ def test_bad_inputs_are_named(x: Tensor, options: dict[str, Any], error: type[Ex
         layer(x, **options)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_output_is_changed_in_place_with_right_gradients(bias: bool) -> None:
+    """It is not a view, and not a copy: FSDP2 warns of modules that return a view."""
+    layer, x = make(full_attention(), bias=bias), random_input(8)
+    projected: list[int] = []
+    layer.out_proj.register_forward_hook(lambda module, args, out: projected.append(out.data_ptr()))
+    out = layer(x)
+    assert (out._base, out.data_ptr()) == (None, projected[0])
+    expected = torch.autograd.grad((2 * out).square().sum(), list(layer.parameters()))
+    changed = layer(x).mul_(2)
+    torch.testing.assert_close(torch.autograd.grad(changed.square().sum(), list(layer.parameters())), expected)
+
+
+def test_a_change_of_what_the_projection_saved_is_an_error() -> None:
+    class Exponential(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).flatten(0, 1).exp().view(x.shape)
+
+    layer = make(full_attention())
+    layer.out_proj = Exponential(EMBED_DIM, EMBED_DIM, dtype=torch.float64)
+    out = layer(random_input(8))
+    assert out._base is None
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.mul_(2).sum().backward()
+
+
 @THOROUGH
 def test_a_compiled_layer_has_one_graph_per_length() -> None:
     """This test uses one device. The harness compiles models with attention on a ring."""
