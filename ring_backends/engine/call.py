@@ -23,6 +23,7 @@ from torch.nn import Parameter
 
 from ring_backends.kernels import Kernel, KernelInputs, select_kernel
 from ring_backends.kernels.dropout import Dropout
+from ring_backends.kernels.operators import replaced_flash
 from ring_backends.kernels.score_mod import (
     ScoreMod,
     TranslatedScoreMod,
@@ -397,7 +398,7 @@ def _key(inputs: AttentionInputs, kernel: str, settings: tuple[object, ...]) -> 
         _autocast_dtype(device.type),
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
-        () if device.type == "cpu" and kernel == "auto" else tuple(map(os.environ.get, ENVIRONMENT)),
+        () if device.type == "cpu" and kernel == "auto" else (replaced_flash(), *map(os.environ.get, ENVIRONMENT)),
         of_marks,
         options,
         of_score_mod,

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ring_backends.kernels.base import RAN_ON_ONE_GPU, Kernel, KernelInputs
+from ring_backends.kernels.operators import replaced_flash
 from ring_backends.kernels.per_tile import PerTileKernel, backward_tile, forward_tile
 from ring_backends.kernels.tile import TileInputs, blank_rows, expand_heads, lse_for_backward, sum_heads
 
@@ -124,16 +125,26 @@ class AtenCudaPartsKernel(AtenCudaKernel):
 
 
 class AtenCudaFlashKernel(AtenCudaPartsKernel):
-    """``aten::_scaled_dot_product_flash_attention``. It supports grouped heads, but no key mask."""
+    """``aten::_scaled_dot_product_flash_attention``. It supports grouped heads, but no key mask.
+
+    A program may replace the operator and its backward by FlashAttention 3 or 4, whose limits are others, and whose
+    backward nobody has run with the LSE over keys of other tiles. The kernel then refuses every call.
+    """
 
     name = "aten_cuda_flash"
     operators = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
+    unverified = f"{AtenCudaPartsKernel.unverified}; it refuses calls while FlashAttention 3 or 4 is activated in torch"
     max_head_dim = 256
 
     def device_reasons(self, inputs: KernelInputs, capability: tuple[int, int]) -> list[str]:
         reasons = super().device_reasons(inputs, capability)
         if not torch.backends.cuda.is_flash_attention_available():
             reasons.append(f"torch {torch.__version__} was built without FlashAttention")
+        if (implementation := replaced_flash()) is not None:
+            reasons.append(
+                f"the program has replaced torch's FlashAttention 2 by {implementation}, which was not tested with it; "
+                "torch.nn.attention.restore_flash_attention_impl() undoes this"
+            )
         small_shared_memory = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
         if inputs.needs_grad and max(inputs.dims) > 192 and small_shared_memory:
             reasons.append(

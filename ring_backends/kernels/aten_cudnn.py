@@ -18,6 +18,7 @@ from ring_backends.kernels.aten_cuda import (
 )
 from ring_backends.kernels.base import Kernel, KernelInputs
 from ring_backends.kernels.math import MathKernel
+from ring_backends.kernels.operators import replaced_flash
 from ring_backends.torch_internals import has_values
 
 _lse_dims: dict[tuple[torch.device, bool], int] = {}
@@ -67,7 +68,7 @@ class AtenCudaCudnnKernel(AtenCudaPartsKernel):
     def _kernel_instead(self, query: Tensor, key: Tensor, value: Tensor) -> Kernel | None:
         if min(query.shape[2], key.shape[2]) > 1:
             return None
-        return _kernel_of_single_rows(query.device, query.dtype, query.shape[3], value.shape[3])
+        return _kernel_of_single_rows(query.device, query.dtype, query.shape[3], value.shape[3], replaced_flash())
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
@@ -122,8 +123,14 @@ class AtenCudaCudnnKernel(AtenCudaPartsKernel):
 
 
 @cache
-def _kernel_of_single_rows(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> Kernel:
-    """The kernel for tiles of a single query or key, which cuDNN refuses."""
+def _kernel_of_single_rows(
+    device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, in_place_of_flash: str | None
+) -> Kernel:
+    """The kernel for tiles of a single query or key, which cuDNN refuses.
+
+    Args:
+        in_place_of_flash: ``replaced_flash()``, on which FlashAttention's reasons depend.
+    """
     flash = AtenCudaFlashKernel()
     inputs = KernelInputs(device, dtype, head_dim, value_dim=value_dim)
     return MathKernel() if flash.not_supported_reasons(inputs) else flash

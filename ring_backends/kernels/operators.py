@@ -6,10 +6,11 @@ the next kernel takes over.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
+import torch.nn.attention
 
 SCHEMAS = {
     "_scaled_dot_product_flash_attention_for_cpu": "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool "
@@ -46,6 +47,13 @@ SCHEMAS = {
 def operator_reasons(names: Sequence[str]) -> list[str]:
     """Return the reasons why these operators cannot be called, one for each that is absent or has changed."""
     return [reason for name in names if (reason := _reason(name)) is not None]
+
+
+replaced_flash: Callable[[], str | None] = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
+"""The name of what the program put in place of FlashAttention 2, such as ``"FA4"``; None for nothing.
+
+``torch.nn.attention.activate_flash_attention_impl`` replaces the flash operators for CUDA tensors, and no others.
+"""
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +13,13 @@ import pytest
 import torch
 from kernel_cases import CPU, CUDA, CUDA_KERNELS
 from torch import Tensor
+from torch.nn import attention
 
 from ring_backends import DilatedPattern, SequenceLayout
-from ring_backends.engine.call import kernels_of_call
+from ring_backends.engine.call import AttentionCall, AttentionInputs, kernels_of_call, look_up
 from ring_backends.kernels import (
     KernelInputs,
+    aten_cudnn,
     auto_dtype,
     available_kernels,
     explain_choice,
@@ -28,6 +30,8 @@ from ring_backends.kernels import (
     triton_launch,
 )
 from ring_backends.kernels.aten_cudnn import AtenCudaCudnnKernel
+from ring_backends.kernels.operators import replaced_flash
+from ring_backends.ring.ring import Ring
 from ring_backends.score_mods import softcap
 from ring_backends.testing.marks import THOROUGH
 
@@ -126,6 +130,63 @@ def test_cudnn_is_refused_in_a_wrong_version_and_where_results_must_repeat(gpu_o
     gpu_of((9, 0), cudnn=91002)
     with pytest.raises(ValueError, match=r"cuDNN 9\.15\.1 .*91002"):
         select_kernel("aten_cuda_cudnn", inputs_of())
+
+
+class Replacement:
+    """The handle of an implementation that replaces nothing."""
+
+    def remove(self) -> None:
+        pass
+
+
+@pytest.fixture
+def activate() -> Iterator[Callable[[], None]]:
+    """A function that activates another flash attention in torch's registry, under the name "FA of a test"."""
+    name = "FA of a test"
+    if not hasattr(attention, "current_flash_attention_impl"):
+        pytest.skip("this release of torch has no registry of flash attentions")
+    attention.register_flash_attention_impl(name, register_fn=Replacement)
+    yield lambda: attention.activate_flash_attention_impl(name)
+    if attention.current_flash_attention_impl() == name:
+        attention.restore_flash_attention_impl()
+    del attention._registry._FLASH_ATTENTION_IMPLS[name]
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+def test_flash_is_refused_while_the_program_has_replaced_its_operators(gpu_of, activate, capability):
+    """torch replaces no operator of cuDNN and none of the CPU."""
+    gpu_of(capability)
+    by_cudnn, wide = inputs_of(), inputs_of(head_dim=256)
+    activate()
+    assert [select_kernel("auto", inputs).name for inputs in (by_cudnn, wide)] == [
+        "aten_cuda_cudnn",
+        "aten_cuda_efficient",
+    ]
+    assert select_kernel("auto", KernelInputs(CPU, torch.bfloat16, head_dim=64)).name == "aten_cpu_flash"
+    assert available_kernels()["aten_cuda_cudnn"] is None
+    told = (available_kernels()["aten_cuda_flash"], explain_choice(wide)[1])
+    assert all("FlashAttention 2 by FA of a test" in str(text) for text in told)
+    with pytest.raises(ValueError, match=r"restore_flash_attention_impl\(\) undoes this"):
+        select_kernel("aten_cuda_flash", by_cudnn)
+    attention.restore_flash_attention_impl()
+    assert select_kernel("aten_cuda_flash", by_cudnn).name == "aten_cuda_flash"
+
+
+def test_replacing_flash_changes_what_was_chosen_before(gpu_of, activate):
+    """Single rows beside cuDNN, and kept calls."""
+    gpu_of((9, 0))
+    sizes, rows = (CUDA, torch.bfloat16, 72, 72), AttentionInputs(*(torch.ones(1, 8, 2, 4) for _ in range(3)))
+
+    def found() -> tuple[str, AttentionCall]:
+        of_single_rows = aten_cudnn._kernel_of_single_rows(*sizes, replaced_flash())
+        return of_single_rows.name, look_up(rows, DilatedPattern([8], [1]), Ring(), None, "math")[1]
+
+    (before, kept), (_, again) = found(), found()
+    activate()
+    after, other = found()
+    assert (before, after) == ("aten_cuda_flash", "math")
+    assert kept is again
+    assert other is not kept
 
 
 def test_which_kernels_call_a_score_mod(gpu_of: Setup) -> None:
