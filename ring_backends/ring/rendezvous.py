@@ -156,6 +156,9 @@ def connect(
         ranks: in ring order, with this process among them. The ring's process group has the same order.
         adapter: the adapter's name in the registry.
         order: the ranks of all rings, ring after ring, if the whole world was cut into rings; else None.
+
+    Raises:
+        RuntimeError: torch.distributed was initialized for neither CPU nor CUDA tensors, or its debug level is DETAIL.
     """
     ranks = tuple(ranks)
     data_size, data_rank = _place_among_rings(ranks, dist.get_world_size() if dist.is_initialized() else 1)
@@ -172,6 +175,7 @@ def connect(
     )
     if len(ranks) == 1:
         return ring
+    _check_backends(dist.get_backend_config())
     _num_rings[ranks] += 1
     rank, size = ranks.index(dist.get_rank()), len(ranks)
     name = f"{RING_GROUP_PREFIX}{'-'.join(map(str, ranks))}/{_num_rings[ranks]}"
@@ -189,6 +193,16 @@ def connect(
     WATCHDOG.add(agreement.waits)
     connection: dict[str, Any] = {"group": group, "agreement": agreement, "connected": connected}
     return replace(ring, size=size, rank=rank, hosts=hosts, **connection)
+
+
+def _check_backends(config: str) -> None:
+    """Refuse a world that sends neither CPU nor CUDA tensors, given as ``"device:backend,…"``."""
+    if "cpu:" not in config and "cuda:" not in config:
+        raise RuntimeError(
+            f"torch.distributed was initialized with {config} alone: a ring sends tensors over gloo or NCCL, those of "
+            "other accelerators through host memory; call torch.distributed.init_process_group"
+            f'("cpu:gloo,{config}") before initialize().'
+        )
 
 
 _worlds: weakref.WeakKeyDictionary[Traffic, Ring] = weakref.WeakKeyDictionary()

@@ -100,7 +100,8 @@ class _StagedTransfer(Transfer):
     def wait(self, timeout: timedelta) -> None:
         self.transfer.wait(timeout)
         for peer, buffer in self.incoming.items():
-            buffer.copy_(self.host_incoming[peer], non_blocking=True)
+            # CUDA's allocator keeps pinned memory until the copy is over. Other devices may not.
+            buffer.copy_(self.host_incoming[peer], non_blocking=buffer.is_cuda)
 
 
 def through_host(
@@ -108,7 +109,10 @@ def through_host(
     outgoing: Mapping[int, Tensor],
     incoming: Mapping[int, Tensor],
 ) -> Transfer:
-    """Post a hop of device buffers through pinned host memory, for a transport that moves only host memory."""
+    """Post a hop of device buffers through host memory, for a transport that moves only host memory.
+
+    The host waits until the outgoing buffers are copied. With CUDA, host memory is pinned.
+    """
 
     def on_host(buffer: Tensor) -> Tensor:
         return torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu", pin_memory=torch.cuda.is_available())
@@ -133,17 +137,14 @@ def post_works(
     """
 
     buffers = [*outgoing.values(), *incoming.values()]
-    if needs_host(group, buffers[0].device):
-        warnings.warn(  # Python shows it once
-            "hops of CUDA tensors go over gloo, through host memory, since torch.distributed was initialized without "
-            "NCCL for them. If each rank has a GPU, let every process see the GPUs of all ranks of its host, or call "
-            'torch.distributed.init_process_group("cpu:gloo,cuda:nccl") before initialize().',
-            stacklevel=2,
-        )
+    device = buffers[0].device
+    if needs_host(group, device):
+        name = device.type.upper()
+        warnings.warn(f"hops of {name} tensors {_why_through_host(name)}", stacklevel=2)  # Python shows it once
         return through_host(lambda out, into: _posted(post, [*out.items()], [*into.items()]), outgoing, incoming)
     sends, receives = [*outgoing.items()], [*incoming.items()]
     if tag is not None and stream_device(buffers) is not None:
-        headers = Headers.of(tag, incoming, buffers[0].device)
+        headers = Headers.of(tag, incoming, device)
         return _posted(post, *headers.before(sends, receives), headers)
     return _posted(post, sends, receives)
 
@@ -167,5 +168,24 @@ def post_batch(group: dist.ProcessGroup, outgoing: Buffers, incoming: Buffers, t
 
 
 def needs_host(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether tensors on ``device`` must pass through host memory, as CUDA tensors over gloo must."""
-    return device.type == "cuda" and "gloo" in dist.get_backend_config(group).split("cuda:")[-1].split(",")[0]
+    """Whether tensors on ``device`` must pass through host memory: CUDA tensors over gloo, and those of accelerators.
+
+    Other accelerators than CUDA may have a backend of their own. It is not used, since no deadline of a hop over it is
+    known to work.
+    """
+    if device.type == "cuda":
+        return "gloo" in dist.get_backend_config(group).split("cuda:")[-1].split(",")[0]
+    return device.type not in ("cpu", "meta")
+
+
+def _why_through_host(name: str) -> str:
+    if name == "CUDA":
+        return (
+            "go over gloo, through host memory, since torch.distributed was initialized without NCCL for them. If each "
+            "rank has a GPU, let every process see the GPUs of all ranks of its host, or call "
+            'torch.distributed.init_process_group("cpu:gloo,cuda:nccl") before initialize().'
+        )
+    return (
+        "go over gloo, through host memory, and the host waits for every copy. This package was tested on CPUs "
+        f"and CUDA, but not on {name}: compare a few results with those of a CPU."
+    )

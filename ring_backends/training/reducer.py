@@ -37,6 +37,31 @@ def measure_divisor(world: Ring, reduced: Callable[[float], float]) -> float:
     return world.size * (world.size + 1) / 2 / values[0]
 
 
+def check_device(device: torch.device) -> None:
+    """Refuse a model on a device whose gradients torch.distributed cannot reduce. Without a world, it reduces none.
+
+    Raises:
+        ValueError: torch.distributed has no backend for tensors on the device.
+    """
+    if device.type in ("cpu", "cuda", "meta") or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    config, backend = dist.get_backend_config(), _OTHER_BACKENDS.get(device.type)
+    found = dict(part.split(":") for part in config.split(",")).get(device.type, "gloo")
+    if found == "gloo":  # torch lists it for MPS, but it takes CPU and CUDA tensors only
+        way_out = "train on CPUs or CUDA, or on one rank"
+        if backend is not None:
+            way_out = (
+                f'call torch.distributed.init_process_group("cpu:gloo,{device.type}:{backend}") before initialize()'
+            )
+        raise ValueError(
+            f"model is on {device}, and torch.distributed, initialized with {config}, cannot reduce gradients there: "
+            f"{way_out}."
+        )
+
+
+_OTHER_BACKENDS = {"xpu": "xccl", "hpu": "hccl"}
+
+
 def probe(device: torch.device, gradient: float) -> tuple[nn.Linear, Tensor]:
     """A module with one weight, which is 0, and an input that gives the weight the gradient ``gradient``.
 

@@ -69,7 +69,7 @@ from ring_backends.training.describe import (
 )
 from ring_backends.training.elementwise import check_elementwise
 from ring_backends.training.events import Events
-from ring_backends.training.reducer import check_mixed_precision, device_of, new_scaler, unscale
+from ring_backends.training.reducer import check_device, check_mixed_precision, device_of, new_scaler, unscale
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -229,6 +229,7 @@ class TrainingState(ABC):
                 raise ValueError(f"max_grad_norm = {max_grad_norm}: must be positive and finite; None does not clip.")
             check_integer("accumulation_steps", accumulation_steps, 1)
             check_mixed_precision(options.get("mixed_precision"), self._mixed_precisions)
+            check_device(device_of(model))
         self.max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
         self.accumulation_steps = accumulation_steps
         self.step_count = self.skipped_steps = 0
