@@ -32,6 +32,8 @@ from ring_backends.kernels.score_mod import (
     identity,
 )
 from ring_backends.kernels.steps import StepRows, split_scale
+from ring_backends.kernels.triton_dilated import TritonDilatedKernel
+from ring_backends.kernels.triton_launch import ON_ROCM
 from ring_backends.kernels.triton_score_mod import UntranslatableError, translate
 from ring_backends.ring.calls import Configuration
 from ring_backends.ring.ring import Ring
@@ -283,7 +285,7 @@ def _with_dropout(
 # --- kept calls -------------------------------------------------------------------------------------------------------
 
 
-ENVIRONMENT = ("TRITON_INTERPRET", "TORCH_CUDNN_SDPA_AVOID_RECOMPILE")
+ENVIRONMENT = ("TRITON_INTERPRET", "TORCH_CUDNN_SDPA_AVOID_RECOMPILE", ON_ROCM)
 """The environment variables that the choice of kernels reads."""
 
 _PLAIN = {Tensor, Parameter}
@@ -489,12 +491,25 @@ def kernels_of_call(
     has_window = pattern.band(longest, layout.seq_len) is not None
     chosen = select_kernel(name, replace(needs, rows=rows[longest], is_dilated=is_dilated, has_window=has_window))
     in_place: dict[int, Kernel] = {}
+    if name == "auto" and chosen.name == "math" and needs.device.type == "cuda" and torch.version.hip is not None:
+        _warn_of_math_on_rocm(needs)
     if name == "auto" and needs.device.type == "cuda" and not chosen.reads_in_place:
         for index in dilated:
             kernel = select_kernel(name, replace(needs, rows=rows[index], is_dilated=True))
             if kernel.reads_in_place:
                 in_place[index] = kernel
     return chosen, in_place
+
+
+def _warn_of_math_on_rocm(needs: KernelInputs) -> None:
+    """Warn that no fused kernel runs a call on a GPU of AMD. Python shows each text once."""
+    reasons = "; ".join(TritonDilatedKernel().not_supported_reasons(needs))
+    warnings.warn(
+        f"kernel = 'auto' takes 'math' on {needs.device}, a GPU of AMD: it computes scores in fp32, and stores them in "
+        "memory block by block, so it is estimated to take several times as long as a fused kernel in half precision. "
+        f"'triton_dilated', the only other kernel for this GPU, cannot run the call: {reasons}.",
+        stacklevel=4,
+    )
 
 
 def autocast(tensor: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ class Preference(NamedTuple):
 
 
 NO_PREFERENCE = Preference((), "the first kernel of the list that can run the call")
+_ON_ROCM = Preference(("triton_dilated",), "a GPU of AMD: the other fused kernels call NVIDIA's operators")
+_OTHER_DEVICE = Preference((), "no fused kernel runs on this type of device")
 
 _FLASH_FIRST = ("aten_cuda_flash", "aten_cuda_cudnn")
 _CUDNN_FIRST = ("aten_cuda_cudnn", "aten_cuda_flash")
@@ -47,8 +49,12 @@ _STEP = Preference(_FLASH_FIRST, "a step of decoding: cuDNN would make and keep 
 
 def preference(inputs: KernelInputs) -> Preference:
     """The preferred kernels for a call."""
-    if inputs.device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+    if inputs.device.type != "cuda":
+        return NO_PREFERENCE if inputs.device.type in ("cpu", "meta") else _OTHER_DEVICE
+    if not torch.cuda.is_available():
         return NO_PREFERENCE
+    if torch.version.hip is not None:
+        return _ON_ROCM
     if inputs.is_step:
         return _STEP
     major, _ = torch.cuda.get_device_capability(inputs.device)

@@ -127,9 +127,9 @@ def _is_set(hook: Any) -> bool:
 
 @cache
 def runtime() -> Runtime | None:
-    """Triton's runtime; None if the installed release is not one of :data:`KNOWN_RELEASES`."""
+    """Triton's runtime; None on ROCm, or if the installed release is not one of :data:`KNOWN_RELEASES`."""
     triton = importlib.import_module("triton")
-    if triton.__version__.rpartition(".")[0] not in KNOWN_RELEASES:
+    if torch.version.hip is not None or triton.__version__.rpartition(".")[0] not in KNOWN_RELEASES:
         return None
     driver = importlib.import_module("triton.runtime").driver.active
     return Runtime(driver.get_current_stream, triton.knobs.runtime)

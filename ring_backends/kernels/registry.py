@@ -86,7 +86,7 @@ def explain_choice(inputs: KernelInputs) -> tuple[str, str]:
         return chosen.name, "it computes key masks, documents, dropout and score_mods in the same launch"
     names = preferred.names
     is_preferred = chosen.name in names
-    reason = preferred.reason if is_preferred else NO_PREFERENCE.reason
+    reason = preferred.reason if is_preferred or not names else NO_PREFERENCE.reason
     earlier = names[: names.index(chosen.name)] if is_preferred else names
     refusals = [
         f"{kernel.name} cannot: {', '.join(kernel.not_supported_reasons(inputs))}"

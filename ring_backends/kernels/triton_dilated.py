@@ -4,6 +4,9 @@ Nothing is gathered, scattered or merged outside of these launches, and tiles ar
 dropout and a score_mod (``triton_score_mod.py``) are computed inside. A NaN in an ignored key reaches nothing. A NaN or
 inf in another key or value may reach rows of the same block that do not see it. Results are the same in every run.
 
+On GPUs of AMD (ROCm), where nobody has run it, it has to be switched on: :data:`triton_launch.ON_ROCM
+<ring_backends.kernels.triton_launch.ON_ROCM>`.
+
 Triton is imported when a call needs it. With ``TRITON_INTERPRET=1`` in the environment, Triton's interpreter runs the
 kernels on CPU tensors, for tests.
 """

@@ -6,6 +6,7 @@ This module itself does not import Triton.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -22,6 +23,8 @@ from ring_backends.schedule.rank_plan import Parcel, ParcelPart, Tile
 NO_MARKS, MASK, DOCUMENTS = range(3)
 NO_WORDS, DROPOUT, POSITIONS = range(3)
 MIN_CAPABILITY = (8, 0)
+ON_ROCM = "RING_BACKENDS_TRITON_ON_ROCM"
+"""Name of an environment variable. If it is set to anything but 0, the kernels run on GPUs of AMD."""
 
 MAX_TABLES = 8
 """How many tables are kept for one group of tiles: for other devices, and for other layouts of buffers."""
@@ -75,10 +78,12 @@ def import_failure() -> str | None:
 
 def device_reasons(device: torch.device) -> list[str]:
     """The reasons why the kernels cannot run on a CUDA device; empty if they can."""
-    if torch.version.hip is not None:
-        return ["its block sizes are those of NVIDIA's GPUs, and this torch was built for ROCm"]
+    if torch.version.hip is not None and os.environ.get(ON_ROCM, "0") in ("", "0"):
+        return [f"it compiles for AMD's gfx90a and gfx942, but none has run it; set {ON_ROCM}=1 to use it untested"]
     if not torch.cuda.is_available():
         return [f"torch {torch.__version__} sees no CUDA device here"]
+    if torch.version.hip is not None:
+        return []
     found = capability(device)
     if found < MIN_CAPABILITY:
         return [f"it needs compute capability 8.0, this is {found[0]}.{found[1]}"]
@@ -136,7 +141,9 @@ _AMPERE_BLOCKS = {
     "grad_query": {64: Blocks(64, 32, 4, 2), 128: Blocks(64, 32, 4, 3), 256: Blocks(32, 32, 8, 1)},
     "grad_key_value": {64: Blocks(16, 64, 4, 3), 128: Blocks(32, 32, 4, 2), 256: Blocks(32, 32, 8, 1)},
 }
-"""The same for the others, whose blocks may have 99 KiB of shared memory. They were not measured."""
+"""The same for the others, whose blocks may have 99 KiB of shared memory, and on GPUs of AMD 64 KiB. They were not
+measured.
+"""
 
 _PAIRWISE_BLOCKS = {
     "forward": {64: Blocks(64, 32, 4, 2), 128: Blocks(32, 32, 4, 2), 256: Blocks(32, 32, 8, 1)},
@@ -163,7 +170,8 @@ def block_sizes(kernel: str, rows: StepRows, *, is_interpreted: bool) -> Blocks:
         return _FP32_BLOCKS[head_dim]
     if rows.query_documents is not None or has_words(rows):
         return _PAIRWISE_BLOCKS[kernel][head_dim]
-    has_large_shared_memory = (9, 0) <= capability(rows.query.device) < (12, 0)
+    is_nvidia = torch.version.hip is None
+    has_large_shared_memory = is_nvidia and (9, 0) <= capability(rows.query.device) < (12, 0)
     of_half = _HOPPER_BLOCKS if has_large_shared_memory else _AMPERE_BLOCKS
     return of_half[kernel][head_dim]
 

@@ -1,7 +1,8 @@
 """Compiles the Triton kernels for GPUs that need not be there, and prints what each one uses, as JSON.
 
 Run it without ``TRITON_INTERPRET``:
-``python tests/kernels/compile_triton.py CAPABILITY HEAD_DIM full|window|others [DTYPE]``.
+``python tests/kernels/compile_triton.py GPU HEAD_DIM full|window|others [DTYPE]``.
+GPU is a compute capability such as 90, or the architecture of a GPU of AMD such as gfx942.
 The launches of a forward and a backward are recorded instead of run, so that the kernels are compiled as a launch would
 compile them.
 """
@@ -59,13 +60,15 @@ class Recorder:
         return lambda *args, **kwargs: self.calls.append((self.kernel, args, kwargs))
 
 
-def recorded(variant: str, capability: int, head_dim: int, dtype: torch.dtype) -> list[Launch]:
+def recorded(variant: str, target: GPUTarget, head_dim: int, dtype: torch.dtype) -> list[Launch]:
     """The launches of a variant."""
+    is_amd = target.backend == "hip"
     recorders = [Recorder(kernel) for kernel in triton_launch.kernels()[:-1]]
     replaced = triton_launch.Kernels(*recorders, is_interpreted=False)
     with (
         mock.patch.object(triton_launch, "kernels", return_value=replaced),
-        mock.patch.object(triton_launch, "capability", return_value=divmod(capability, 10)),
+        mock.patch.object(triton_launch, "capability", return_value=(9, 4) if is_amd else divmod(target.arch, 10)),
+        mock.patch.object(torch.version, "hip", "7.0" if is_amd else None),
     ):
         if variant == "rows":
             move_and_merge_rows(head_dim, dtype)
@@ -115,13 +118,12 @@ def move_and_merge_rows(head_dim: int, dtype: torch.dtype) -> None:
         fill_rows([(x, rows) for x in sums], 0.0)
 
 
-def resources(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capability: int) -> dict[str, Any]:
+def resources(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: GPUTarget) -> dict[str, Any]:
     """Compile one launch, and return its registers, its shared memory in bytes, and what it spills.
 
-    ``spilled`` counts the bytes that a thread stores and loads for lack of registers, and ``spills_in_inner_loops`` the
-    instructions in the innermost loops with matrix products that do so.
+    ``spilled`` counts the bytes that a thread stores and loads for lack of registers, or on a GPU of AMD the registers.
+    ``products`` says whether instructions for matrix products compute them.
     """
-    target = GPUTarget("cuda", capability, 32)
     backend = make_backend(target)
     bound, specialization, options = create_function_from_signature(kernel.signature, kernel.params, backend)(
         *args, **kwargs
@@ -129,25 +131,39 @@ def resources(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capabi
     options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=target, options=options.__dict__)
+    return {
+        "kernel": kernel.__name__,
+        "shared": compiled.metadata.shared,
+        "fuses": compiled.metadata.enable_fp_fusion,
+        **(_of_amd(compiled) if target.backend == "hip" else _of_nvidia(compiled, target)),
+    }
+
+
+def _of_amd(compiled: Any) -> dict[str, Any]:
+    assembly = compiled.asm["amdgcn"]
+    registers, spilled = (int(re.search(rf"\.vgpr_{name}:\s+(\d+)", assembly)[1]) for name in ("count", "spill_count"))
+    return {"registers": registers, "spilled": spilled, "products": "v_mfma_" in assembly}
+
+
+def _of_nvidia(compiled: Any, target: GPUTarget) -> dict[str, Any]:
+    """``spills_in_inner_loops`` counts the instructions that spill in the innermost loops with matrix products."""
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         ptx.write_text(compiled.asm["ptx"])
         architecture = re.search(r"\.target (\w+)", compiled.asm["ptx"])
-        ptxas = get_ptxas(capability).path
+        ptxas = get_ptxas(target.arch).path
         report = run_tool(ptxas, "-v", f"--gpu-name={architecture[1]}", str(ptx), "-o", str(cubin)).stderr
         cubin.write_bytes(compiled.asm["cubin"])  # which a launch would load
-        loops = inner_loops(run_tool(knobs.nvidia.nvdisasm.path, "-c", str(cubin)).stdout)
+        assembly = run_tool(knobs.nvidia.nvdisasm.path, "-c", str(cubin)).stdout
+    loops = inner_loops(assembly)
     registers = re.search(r"Used (\d+) registers", report)
-    spills = re.findall(r"(\d+) bytes spill", report)
     assert registers is not None, report
     return {
-        "kernel": kernel.__name__,
         "registers": int(registers[1]),
-        "spilled": sum(map(int, spills)),
+        "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", report))),
+        "products": "MMA" in assembly,
         "inner_loops": len(loops),
         "spills_in_inner_loops": sum(len(re.findall(r"\b(?:LDL|STL)\b", loop)) for loop in loops),
-        "shared": compiled.metadata.shared,
-        "fuses": compiled.metadata.enable_fp_fusion,
     }
 
 
@@ -171,13 +187,14 @@ def inner_loops(assembly: str) -> list[str]:
     ]
 
 
-def main(capability: int, head_dim: int, variants: str, dtype: str = "bfloat16") -> None:
+def main(gpu: str, head_dim: int, variants: str, dtype: str = "bfloat16") -> None:
+    target = GPUTarget("hip", gpu, 64) if gpu.startswith("gfx") else GPUTarget("cuda", int(gpu), 32)
     results = []
     for variant in VARIANTS[variants]:
-        for kernel, args, kwargs in recorded(variant, capability, head_dim, getattr(torch, dtype)):
-            results.append({"variant": variant, **resources(kernel, args, kwargs, capability)})
+        for kernel, args, kwargs in recorded(variant, target, head_dim, getattr(torch, dtype)):
+            results.append({"variant": variant, **resources(kernel, args, kwargs, target)})
     print(json.dumps(results))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

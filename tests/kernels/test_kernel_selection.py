@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -31,6 +32,7 @@ from ring_backends.kernels import (
 )
 from ring_backends.kernels.aten_cudnn import AtenCudaCudnnKernel
 from ring_backends.kernels.operators import replaced_flash
+from ring_backends.kernels.steps import StepRows
 from ring_backends.ring.ring import Ring
 from ring_backends.score_mods import softcap
 from ring_backends.testing.marks import THOROUGH
@@ -130,6 +132,46 @@ def test_cudnn_is_refused_in_a_wrong_version_and_where_results_must_repeat(gpu_o
     gpu_of((9, 0), cudnn=91002)
     with pytest.raises(ValueError, match=r"cuDNN 9\.15\.1 .*91002"):
         select_kernel("aten_cuda_cudnn", inputs_of())
+
+
+def test_rocm_takes_triton_only_where_it_is_switched_on(gpu_of, monkeypatch):
+    gpu_of((9, 4), triton=None, hip="7.0")
+    masked, precise = inputs_of(has_key_mask=True), inputs_of(torch.float64)
+    for value, name in ((None, "math"), ("0", "math"), ("1", "triton_dilated")):
+        monkeypatch.delenv("RING_BACKENDS_TRITON_ON_ROCM", raising=False)
+        if value is not None:
+            monkeypatch.setenv("RING_BACKENDS_TRITON_ON_ROCM", value)
+        assert [select_kernel("auto", inputs).name for inputs in (inputs_of(), masked, precise)] == [name, name, "math"]
+        if value != "1":
+            with pytest.raises(ValueError, match="none has run it; set RING_BACKENDS_TRITON_ON_ROCM=1"):
+                select_kernel("triton_dilated", inputs_of())
+    rows = StepRows(*[torch.empty(1, 8, 2, 128, dtype=torch.bfloat16)] * 3, 1.0)
+    for kernel, blocks in triton_launch._AMPERE_BLOCKS.items():
+        assert triton_launch.block_sizes(kernel, rows, is_interpreted=False) == blocks[128]
+    gpu_of((9, 4), triton="Triton is not installed", hip="7.0")
+    assert select_kernel("auto", inputs_of()).name == "math"
+
+
+def test_rocm_warns_of_the_math_kernel(gpu_of, monkeypatch):
+    pattern, layout = DilatedPattern([8], [1]), SequenceLayout(8, 1)
+
+    def chosen(name: str = "auto", **inputs: Any) -> str:
+        return kernels_of_call(name, inputs_of(**inputs), pattern, layout)[0].name
+
+    gpu_of((9, 4), triton=None, hip="7.0")
+    monkeypatch.delenv("RING_BACKENDS_TRITON_ON_ROCM", raising=False)
+    with pytest.warns(UserWarning, match="several times as long .*set RING_BACKENDS_TRITON_ON_ROCM=1") as told:
+        assert chosen() == "math"
+    assert len(told) == 1
+    monkeypatch.setenv("RING_BACKENDS_TRITON_ON_ROCM", "1")
+    with pytest.warns(UserWarning, match=r"cannot run the call: it supports .*torch\.float32 only\.$"):
+        assert chosen(dtype=torch.float64) == "math"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert chosen() == "triton_dilated"
+        assert chosen("math") == "math"
+        gpu_of((7, 0), hip=None)
+        assert chosen() == "math"
 
 
 class Replacement:
@@ -293,6 +335,23 @@ def test_the_choice_in_words(gpu_of, capability, inputs, expected, words):
     name, why = explain_choice(call)
     assert name == expected == select_kernel("auto", call).name
     assert re.search(words, why), why
+
+
+def test_the_choice_in_words_on_devices_without_fused_kernels(gpu_of, monkeypatch):
+    assert explain_choice(KernelInputs(torch.device("xpu"), torch.bfloat16, 64)) == (
+        "math",
+        "no fused kernel runs on this type of device",
+    )
+    gpu_of((9, 4), triton=None, hip="7.0")
+    monkeypatch.delenv("RING_BACKENDS_TRITON_ON_ROCM", raising=False)
+    name, why = explain_choice(inputs_of())
+    assert name == "math"
+    assert re.search(
+        "^the first .*; triton_dilated cannot: it compiles for AMD's .*RING_BACKENDS_TRITON_ON_ROCM=1", why
+    )
+    monkeypatch.setenv("RING_BACKENDS_TRITON_ON_ROCM", "1")
+    assert explain_choice(inputs_of())[0] == "triton_dilated"
+    assert "call NVIDIA's operators" in explain_choice(inputs_of())[1]
 
 
 @THOROUGH

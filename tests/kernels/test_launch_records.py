@@ -7,6 +7,7 @@ kind, Triton would look up the compiled kernel. In a later one, the compiled ker
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -232,3 +233,10 @@ def test_other_releases_of_triton_start_their_kernels_themselves(stand_in: Stand
             launch(records, stand_in, 0, (QUERY,), lambda: Record(stand_in, 1, (), lambda *x: (x[1][0],), {"C": 3}))
     assert stand_in.looked_up[0] == stand_in.looked_up[1] == (1, 1, 1, (QUERY.data_ptr(), QUERY.stride()), 3)
     assert not stand_in.started
+
+
+def test_on_rocm_triton_starts_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its launcher for GPUs of AMD has not been tried with what a record keeps."""
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.6.0"))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert launch_records.runtime.__wrapped__() is None

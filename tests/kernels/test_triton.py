@@ -289,6 +289,9 @@ CAPABILITIES = {86: 99, 90: 227}
 COMPILED = [("full", 86), ("full", 90), ("window", 90), ("others", 90)]
 """Variants and compute capability, with head_dim 128, which needs most. Compiling one takes half a minute."""
 
+SHARED_ON_AMD, REGISTERS_ON_AMD = 64 * 1024, 512
+"""Shared memory of a block in bytes, and registers of a thread, of gfx90a and gfx942 (CDNA 2 and 3, ISA references)."""
+
 SPILLED = {
     ("3.6", "full"): {
         (86, "grad_key_value_kernel"): {"packed": 28, "documents, dropout": 60},
@@ -341,3 +344,15 @@ def test_compiled_kernels_fit_into_registers_and_shared_memory(variants: str, ca
         assert kernel["spills_in_inner_loops"] == 0, kernel
         assert kernel["fuses"], kernel
         assert kernel["shared"] <= CAPABILITIES[capability] * 1024, kernel
+
+
+@pytest.mark.matrix(reason="compiles for minutes")
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler for GPUs of AMD runs on Linux only")
+@pytest.mark.parametrize(("variants", "gpu"), [("full", "gfx90a"), ("full", "gfx942"), ("others", "gfx942")])
+def test_kernels_compile_for_gpus_of_amd(variants: str, gpu: str) -> None:
+    """No such GPU has run them. What they spill is not limited."""
+    for kernel in run_with_compiler("compile_triton.py", gpu, "128", variants):
+        assert kernel["registers"] <= REGISTERS_ON_AMD, kernel
+        assert kernel["shared"] <= SHARED_ON_AMD, kernel
+        assert kernel["products"] == ("rows" not in kernel["kernel"]), kernel
+        assert kernel["fuses"], kernel
