@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ring_backends.cli import options
+from ring_backends.cli.devices import find_devices
 from ring_backends.cli.options import Options, option
 from ring_backends.cli.output import dtype_name, print_table, write_json
 from ring_backends.cost import local_probe
@@ -20,10 +21,12 @@ DTYPE_ADVICE = (
     ("Pascal and older (below 7.0)", "fp32", "no tensor cores; no bf16"),
     ("Volta, Turing (7.0, 7.5)", "fp16", "no bf16; fp16 needs loss scaling, so `train` uses fp32"),
     ("Ampere, Ada, Hopper, Blackwell (8.0 and above)", "bf16", "has the range of fp32, needs no loss scaling"),
+    ("XPU, MPS, HPU", "fp32", "`math` computes scores in fp32; not measured"),
 )
 HOPS = (
     ("gloo, CPU tensors", "sent directly over TCP"),
     ("gloo, CUDA tensors", "staged through pinned host memory, then over TCP"),
+    ("gloo, tensors of XPU, MPS or HPU", "copied to the host, then over TCP; tested with a simulated device"),
     ("NCCL, CUDA tensors", "GPU to GPU, over NVLink, PCIe or the network"),
 )
 
@@ -82,23 +85,12 @@ def choices(device_name: str) -> list[dict[str, str]]:
 
 def collect() -> dict[str, Any]:
     """Collect the information about this machine, without the measurement, as plain values."""
-    import os
-
-    import torch
-
     from ring_backends import available_adapters
-    from ring_backends.kernels import auto_dtype, available_kernels, kernels
+    from ring_backends.kernels import available_kernels, kernels
     from ring_backends.releases import untested, versions
     from ring_backends.ring import nccl_settings
 
-    devices = [{"device": "cpu", "name": f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"}]
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        capability = f"compute capability {properties.major}.{properties.minor}"
-        memory = f"{properties.total_memory / 2**30:.0f} GiB"
-        devices.append({"device": f"cuda:{index}", "name": f"{properties.name}, {memory}, {capability}"})
-    for device in devices:
-        device["dtype"] = dtype_name(auto_dtype(device["device"]))
+    devices = find_devices()
     reasons, installed = available_kernels(), versions()
     return {
         "versions": installed,
