@@ -6,7 +6,10 @@ framework, only when it is requested.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import ModuleType
@@ -80,13 +83,27 @@ def create_attention(
 def available_adapters() -> dict[str, str | None]:
     """Map each adapter's name to None if it is usable, else to the reason why it is not.
 
-    This imports the framework of every adapter.
+    This imports the framework of every adapter, without the warnings that frameworks give when they are imported.
     """
     reasons: dict[str, str | None] = {}
-    for name in adapter_modules():
-        try:
-            load_adapter(name)
-            reasons[name] = None
-        except AdapterUnavailableError as error:
-            reasons[name] = str(error)
+    with _without_warnings():
+        for name in adapter_modules():
+            try:
+                load_adapter(name)
+                reasons[name] = None
+            except AdapterUnavailableError as error:
+                reasons[name] = str(error)
     return reasons
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Suppress warnings of ``warnings`` and of all loggers. Output is not redirected: loggers would keep the target."""
+    disabled = logging.root.manager.disable
+    logging.disable(max(disabled, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)

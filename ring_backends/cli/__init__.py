@@ -60,7 +60,7 @@ add_command(app, "generate", GenerateOptions, _generate, _PROMPT)
 _BRANCHES = ("segment_lengths", "dilation_rates")
 add_command(app, "compare", compare.CompareOptions, compare.run, ("seq_len", "nproc_per_node", *_BRANCHES, "plot"))
 add_command(app, "plan", plan.PlanOptions, plan.run, ("seq_len", "ring_size", "heads", *_BRANCHES))
-add_command(app, "info", info.InfoOptions, info.run, ("probe", "nproc_per_node", "dtype", "device", "json"))
+add_command(app, "info", info.InfoOptions, info.run, ("verbose", "probe", "nproc_per_node", "dtype", "device", "json"))
 add_command(app, "convert", convert.ConvertOptions, convert.run, ("num_heads", "kind", *_BRANCHES, "seq_len"))
 
 

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_backends.cli.generate import GenerateOptions
-from ring_backends.cli.language_model import LongNetLM, make_optimizer, training_dtype
+from ring_backends.cli.language_model import LongNetLM, make_optimizer
 from ring_backends.cli.output import write_json
 from ring_backends.cli.train import TrainOptions
 from ring_backends.cli.training_run import options_path, read_saved
 from ring_backends.cost.machine import device_name, select_device
+from ring_backends.kernels import resolve_dtype
 from ring_backends.longnet.model import new_caches
 from ring_backends.registry import load_adapter
 from ring_backends.releases import versions
@@ -127,7 +128,7 @@ def load_model(checkpoint: Path, trained: TrainOptions, backend: Any, ring: Ring
         AdapterUnavailableError: that adapter is not available.
         ValueError: the checkpoint cannot be read on this number of ranks.
     """
-    dtype = training_dtype(trained.dtype, device)
+    dtype = resolve_dtype(trained.dtype, device)
     reader = load_adapter(trained.backend)
     own_ring = reader.initialize(layout=ring.layout_kind, timeout=ring.timeout)
     loaded = LongNetLM(trained, reader, own_ring).to(device, dtype)

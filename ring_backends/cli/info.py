@@ -4,14 +4,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from ring_backends.cli import options
 from ring_backends.cli.devices import find_devices
 from ring_backends.cli.options import Options, option
-from ring_backends.cli.output import dtype_name, print_table, write_json
+from ring_backends.cli.output import dtype_name, print_lines, print_table, write_json
 from ring_backends.cost import local_probe
 from ring_backends.cost.hardware import Hardware
 
@@ -19,7 +21,7 @@ from ring_backends.cost.hardware import Hardware
 DTYPE_ADVICE = (
     ("CPU", "fp32", "bf16 is faster where the CPU multiplies it in hardware (AMX, AVX-512 BF16)"),
     ("Pascal and older (below 7.0)", "fp32", "no tensor cores; no bf16"),
-    ("Volta, Turing (7.0, 7.5)", "fp16", "no bf16; fp16 needs loss scaling, so `train` uses fp32"),
+    ("Volta, Turing (7.0, 7.5)", "fp32", "no bf16; fp16 is faster, but training in it needs loss scaling"),
     ("Ampere, Ada, Hopper, Blackwell (8.0 and above)", "bf16", "has the range of fp32, needs no loss scaling"),
     ("XPU, MPS, HPU", "fp32", "`math` computes scores in fp32; not measured"),
 )
@@ -30,11 +32,19 @@ HOPS = (
     ("NCCL, CUDA tensors", "GPU to GPU, over NVLink, PCIe or the network"),
 )
 
+USUAL_CALL = "bfloat16, head_dim 128"
+"""The call of :func:`choices` with which the short form compares the others."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class InfoOptions(Options):
-    """Show versions, devices, adapters, kernels, dtype advice, how hops are transported, and NCCL's settings."""
+    """Show versions, devices, adapters, the kernels that run here, and what is missing."""
 
+    verbose: bool = option(
+        False,
+        help="Also show every kernel and its tests, the kernels of more calls, dtype advice per GPU generation, how "
+        "hops are transported, and NCCL's settings.",
+    )
     probe: bool = option(
         False,
         help="Also start local ranks, and measure the latency and bandwidth of hops and the FLOP/s of tiles. "
@@ -51,7 +61,12 @@ def run(chosen: InfoOptions) -> None:
     found = collect()
     if chosen.probe:
         found["probe"] = local_probe.measure(chosen.nproc_per_node, chosen.dtype, chosen.device)
-    _show(found)
+    if chosen.verbose:
+        _show_all(found)
+    else:
+        print_lines([*_summary(found), ("", "Pass --verbose for every kernel, dtype advice and NCCL's settings.")])
+    if "probe" in found:
+        _show_probe(found["probe"])
     if chosen.json is not None:
         write_json(chosen.json, found)
 
@@ -107,7 +122,69 @@ def collect() -> dict[str, Any]:
     }
 
 
-def _show(found: dict[str, Any]) -> None:
+def _summary(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the headings and the texts of the short form. A text without a heading belongs to the one before it."""
+    versions, adapters, kernels, nccl = (found[name] for name in ("versions", "adapters", "kernels", "nccl"))
+    installed = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
+    absent = ", ".join(name for name, number in versions.items() if not number)
+    yield "Versions", installed + (f"; not installed: {absent}" if absent else "")
+    devices, choice = [], []
+    for name, device, rows in _kinds_of_devices(found):
+        devices.append(f"{name}: {device['name']}; recommended dtype: {device['dtype']}")
+        choice.append(f"{name}: {_kernels_of(rows)}")
+    yield from _lines("Devices", devices)
+    yield "Adapters", ", ".join(name for name, reason in adapters.items() if reason is None) or "none"
+    yield from _lines("Kernels", choice)
+    if nccl["release"] is None:
+        yield "NCCL", "none in this build of torch; hops go over gloo"
+    else:
+        advice = ", ".join(row["setting"] for row in nccl["advice"])
+        yield "NCCL", nccl["release"] + (f"; advice: {advice}" if advice else "")
+    unusable = {name: row["unusable"] for name, row in kernels.items()}
+    yield from _lines("Missing", [*_by_reason("adapter", adapters), *_by_reason("kernel", unusable)])
+    tested = {name: row["unverified"] for name, row in kernels.items() if row["unusable"] is None}
+    releases = [f"{name}: {sentence}" for name, sentence in found["untested"].items()]
+    yield from _lines("Tests", [*releases, *_by_reason("kernel", tested)])
+
+
+def _lines(heading: str, texts: list[str]) -> list[tuple[str, str]]:
+    return [("" if index else heading, text) for index, text in enumerate(texts)]
+
+
+def _kinds_of_devices(found: dict[str, Any]) -> Iterator[tuple[str, dict[str, str], list[dict[str, str]]]]:
+    """Yield the names of neighbouring equal devices as one text, one of the devices, and the kernels of its calls."""
+
+    def kind(device: dict[str, str]) -> list[object]:
+        calls = [(row["call"], row["kernel"]) for row in found["kernel_choice"] if row["device"] == device["device"]]
+        return [device["name"], device["dtype"], calls]
+
+    for _, equal in groupby(found["devices"], kind):
+        first, *others = equal
+        name = f"{first['device']} to {others[-1]['device']}" if others else first["device"]
+        yield name, first, [row for row in found["kernel_choice"] if row["device"] == first["device"]]
+
+
+def _kernels_of(rows: list[dict[str, str]]) -> str:
+    """Name the kernel of the usual call, and the other kernels with what their calls have and the usual one has not."""
+    (usual,) = (row for row in rows if row["call"] == USUAL_CALL)
+    others: dict[str, list[str]] = {}
+    for row in rows:
+        if row["kernel"] != usual["kernel"]:
+            special = [part for part in row["call"].split(", ") if part not in USUAL_CALL.split(", ")]
+            others.setdefault(row["kernel"], []).append(" with ".join(special))
+    return "; ".join([usual["kernel"], *(f"{kernel} for {', '.join(calls)}" for kernel, calls in others.items())])
+
+
+def _by_reason(what: str, reasons: dict[str, str | None]) -> list[str]:
+    """Return a text for each reason, with the names of the adapters or kernels that give it."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        if reason is not None:
+            names.setdefault(reason, []).append(name)
+    return [f"{what}{'s' * (len(its) > 1)} {', '.join(its)}: {reason}" for reason, its in names.items()]
+
+
+def _show_all(found: dict[str, Any]) -> None:
     untested = found["untested"]
     versions = (
         (name, number or "not installed", untested.get(name, "-")) for name, number in found["versions"].items()
@@ -118,26 +195,27 @@ def _show(found: dict[str, Any]) -> None:
     adapters = ((name, _usable(why)) for name, why in found["adapters"].items())
     print_table("Adapters", ("adapter", "usable here"), adapters)
     kernels = ((name, _usable(row["unusable"]), row["unverified"] or "-") for name, row in found["kernels"].items())
-    print_table("Kernels", ("kernel", "usable here", "not covered by the tests"), kernels)
+    print_table("Kernels", ("kernel", "usable here", "limits of the tests"), kernels)
     choices = (row.values() for row in found["kernel_choice"])
     print_table("What kernel='auto' takes here", ("device", "call", "kernel", "why"), choices)
     advice = (row.values() for row in found["dtype_advice"])
     print_table("Which dtype", ("device (compute capability)", "dtype", "why"), advice)
     print_table("How a hop travels", ("transport", "path"), found["hops"].items())
     _show_nccl(found["nccl"])
-    if "probe" in found:
-        probe = found["probe"]
-        hops = [
-            (f"{local_probe.SMALL_HOP_BYTES >> 10} KiB both ways", f"{probe['latency_seconds'] * 1e3:.2f} ms"),
-            ("16 MiB both ways", f"{probe['bytes_per_second'] / 1e9:.2f} GB/s per direction"),
-        ]
-        ranks = "Two local ranks" if probe["ranks"] == 2 else f"{probe['ranks']} local ranks"
-        print_table(f"{ranks}, {probe['transport']}, {probe['device']}", ("message", "measured"), hops)
-        title = (
-            f"Constants for plan, measured on all ranks at once: {probe['dtype']}, head dim {probe['head_dim']}, "
-            f"{probe['kernel']}"
-        )
-        print_table(title, ("constant", "measured"), _constants(probe))
+
+
+def _show_probe(probe: dict[str, Any]) -> None:
+    hops = [
+        (f"{local_probe.SMALL_HOP_BYTES >> 10} KiB both ways", f"{probe['latency_seconds'] * 1e3:.2f} ms"),
+        ("16 MiB both ways", f"{probe['bytes_per_second'] / 1e9:.2f} GB/s per direction"),
+    ]
+    ranks = "Two local ranks" if probe["ranks"] == 2 else f"{probe['ranks']} local ranks"
+    print_table(f"{ranks}, {probe['transport']}, {probe['device']}", ("message", "measured"), hops)
+    title = (
+        f"Constants for plan, measured on all ranks at once: {probe['dtype']}, head dim {probe['head_dim']}, "
+        f"{probe['kernel']}"
+    )
+    print_table(title, ("constant", "measured"), _constants(probe))
 
 
 def _show_nccl(nccl: dict[str, Any]) -> None:

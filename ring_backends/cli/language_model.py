@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ring_backends.cli.train import TrainOptions
 from ring_backends.engine.cache import KeyValueCache
-from ring_backends.kernels import resolve_dtype
 from ring_backends.longnet.model import Layer
 from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.ring.ring import Ring
@@ -29,12 +28,6 @@ def make_optimizer(options: TrainOptions, dtype: torch.dtype) -> Callable[[Itera
     """Return ``make_optimizer`` of a training run."""
     eps = max(1e-8, torch.finfo(dtype).tiny)  # 1e-8 is 0 in fp16
     return lambda parameters: torch.optim.AdamW(parameters, lr=options.lr, betas=(0.9, 0.95), eps=eps)
-
-
-def training_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """Resolve a dtype. ``"auto"`` gives fp32 instead of fp16, since the training loop has no loss scaling."""
-    dtype = resolve_dtype(wanted, device)
-    return torch.float32 if wanted == "auto" and dtype == torch.float16 else dtype
 
 
 class LongNetLM(nn.Module):

@@ -26,16 +26,26 @@ def wide_console() -> Console:
     return console
 
 
+def print_lines(lines: Iterable[tuple[str, str]]) -> None:
+    """Print lines with headings on their left. Lines that are too long are wrapped beside the headings."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for heading, text in lines:
+        table.add_row(f"[bold]{heading}[/bold]" if heading else "", escape(text))
+    wide_console().print(table)
+
+
 def print_table(title: str, columns: tuple[str, ...], rows: Iterable[Iterable[object]]) -> None:
     """Print a table with a title. The cells are plain text."""
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(*columns, title=escape(title), title_justify="left")
     for row in rows:
         table.add_row(*(escape(str(cell)) for cell in row))
-    Console(highlight=False).print(table)
+    wide_console().print(table)
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:

@@ -25,12 +25,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 
-from ring_backends.cli.language_model import LongNetLM, make_optimizer, training_dtype
+from ring_backends.cli.language_model import LongNetLM, make_optimizer
 from ring_backends.cli.options import parse_ulysses_size
 from ring_backends.cli.output import describe_branches, dtype_name, write_json
 from ring_backends.cli.train import TrainOptions
 from ring_backends.cost.machine import device_name, peak_memory_bytes, select_device
-from ring_backends.kernels import auto_dtype
+from ring_backends.kernels import resolve_dtype
 from ring_backends.registry import load_adapter
 from ring_backends.releases import versions
 from ring_backends.ring.collectives import agree, do_on_rank0
@@ -80,7 +80,7 @@ class TrainingRun:
         self.world = world_ring(ring)
         self.is_first = not dist.is_initialized() or dist.get_rank() == 0
         self.console = Console(quiet=not self.is_first, highlight=False, soft_wrap=True)
-        self.dtype = training_dtype(options.dtype, device)
+        self.dtype = resolve_dtype(options.dtype, device)
         torch.manual_seed(options.seed)
         model = LongNetLM(options, backend, ring).to(device, self.dtype)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -253,8 +253,6 @@ class TrainingRun:
             self.console.print(
                 "fp16 is used without loss scaling, so small gradients become 0; bf16 and fp32 are safer."
             )
-        elif options.dtype == "auto" and auto_dtype(self.device) != self.dtype:
-            self.console.print("auto uses fp32: this device has no bf16, and fp16 would need loss scaling.")
         if options.nproc_per_node not in (1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
             self.console.print(
                 f"--nproc-per-node {options.nproc_per_node} is not used, because a launcher has started the ranks."

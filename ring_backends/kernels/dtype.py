@@ -21,8 +21,8 @@ _NAMES = {
 def auto_dtype(device: torch.device | str) -> torch.dtype:
     """The dtype in which to train on ``device`` if the user does not choose one.
 
-    On CUDA it is fp32 below compute capability 7.0 (Pascal and older have no tensor cores), fp16 for 7.0 to 7.5 (Volta
-    and Turing have no bf16) and bf16 from 8.0 (Ampere). On the CPU and every other device it is fp32.
+    On CUDA it is bf16 from compute capability 8.0 (Ampere), and fp32 below. Older GPUs have no bf16, and gradients in
+    fp16 become 0 or inf without loss scaling. On the CPU and every other device it is fp32.
 
     Raises:
         ValueError: ``device`` is a CUDA device, and torch sees none.
@@ -32,10 +32,7 @@ def auto_dtype(device: torch.device | str) -> torch.dtype:
         return torch.float32
     if not torch.cuda.is_available():
         raise ValueError(f"device = {device}: torch sees no CUDA device here; use device='cpu'.")
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (7, 0):
-        return torch.float32
-    return torch.float16 if capability < (8, 0) else torch.bfloat16
+    return torch.float32 if torch.cuda.get_device_capability(device) < (8, 0) else torch.bfloat16
 
 
 def resolve_dtype(spec: str | torch.dtype, device: torch.device | str) -> torch.dtype:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import types
+import warnings
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,23 @@ def test_every_adapter_is_listed_with_its_reason(announced: None) -> None:
     assert reasons["native"] is reasons["other"] is None
     assert reasons["broken"] == "it needs a machine with wings; pip install wings"
     assert "no_such_distribution.adapter" in str(reasons["absent"])
+
+
+def test_listing_adapters_hides_the_warnings_of_frameworks(
+    announced: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, recwarn: Any
+) -> None:
+    import_module, logger = registry.import_module, logging.getLogger("framework")
+
+    def import_with_warnings(name: str) -> types.ModuleType:
+        logger.warning("no accelerator")
+        warnings.warn("deprecated", stacklevel=1)
+        return import_module(name)
+
+    monkeypatch.setattr(registry, "import_module", import_with_warnings)
+    assert available_adapters()["other"] is None
+    assert (caplog.messages, recwarn.list) == ([], [])
+    registry.load_adapter("other")
+    assert (caplog.messages, len(recwarn)) == (["no accelerator"], 1)
 
 
 def test_auto_selects_the_adapter_of_the_ring(announced: None) -> None:

@@ -94,7 +94,7 @@ def test_train_help_names_the_options_of_the_contract() -> None:
         ("generate", "--prompt --max-new-tokens --temperature --nproc-per-node --backend --help"),
         ("compare", "--seq-len --nproc-per-node --segment-lengths --dilation-rates --plot --help"),
         ("plan", "--seq-len --ring-size --heads --segment-lengths --dilation-rates --help"),
-        ("info", "--probe --nproc-per-node --dtype --device --json --help"),
+        ("info", "--verbose --probe --nproc-per-node --dtype --device --json --help"),
         ("convert", "--num-heads --kind --segment-lengths --dilation-rates --seq-len --help"),
     ],
 )
