@@ -42,7 +42,7 @@ def new_figure(size: tuple[float, float]) -> Any:
 
 
 def draw_comparison(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw time and memory of every row of a comparison, and the timeline of the first row that has one.
+    """Draw time with its spread, and memory, of every row of a comparison, and the timeline of the first that has one.
 
     Args:
         rows: the measured rows of :class:`ring_backends.comparison.compare.Comparison`.
@@ -56,8 +56,10 @@ def draw_comparison(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     forward, backward = ([row[f"{name}_seconds"] for row in rows] for name in ("forward", "backward"))
     axes["time"].bar(names, forward, label="forward")
     axes["time"].bar(names, backward, bottom=forward, label="backward")
+    least, most = zip(*(row["both_range"] for row in rows), strict=True)
+    axes["time"].vlines(names, least, most, color="black", label="both, least to most")
     axes["time"].set_ylabel("seconds, slowest rank")
-    axes["time"].legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+    axes["time"].legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
     axes["memory"].bar(names, [max(row["peak_memory_bytes"]) / 2**20 for row in rows])
     axes["memory"].set_ylabel("memory beyond the inputs, MiB per rank")
     for name in ("time", "memory"):

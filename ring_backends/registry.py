@@ -86,7 +86,7 @@ def available_adapters() -> dict[str, str | None]:
     This imports the framework of every adapter, without the warnings that frameworks give when they are imported.
     """
     reasons: dict[str, str | None] = {}
-    with _without_warnings():
+    with without_warnings():
         for name in adapter_modules():
             try:
                 load_adapter(name)
@@ -97,7 +97,7 @@ def available_adapters() -> dict[str, str | None]:
 
 
 @contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     """Suppress warnings of ``warnings`` and of all loggers. Output is not redirected: loggers would keep the target."""
     disabled = logging.root.manager.disable
     logging.disable(max(disabled, logging.WARNING))

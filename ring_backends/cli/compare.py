@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from ring_backends.cli import options
 from ring_backends.cli.options import BranchOptions, check_kv_heads, files, parse_ulysses_size, ranks
-from ring_backends.cli.output import describe_branches, wide_console, write_json
-from ring_backends.comparison.compare import compare
+from ring_backends.cli.output import describe_branches, progress_bar, wide_console, write_json
+from ring_backends.comparison.compare import Comparison, compare
 from ring_backends.comparison.setup import TENSORS, Setup
 from ring_backends.plotting import draw_comparison
 
@@ -31,7 +31,9 @@ class CompareOptions(BranchOptions):
     Each method runs in its own processes. All methods get the same inputs.
 
     Time: seconds of forward and of backward. Each is the median of the
-    timed calls. A call takes as long as its slowest rank.
+    timed calls, with the least and the most below it. A call takes as long
+    as its slowest rank. The methods take turns, so background load affects
+    all of them. Methods whose times overlap are not ranked.
 
     Memory: the peak memory of the first call, without its inputs, on the
     rank that needs most. On the CPU this is the increase of the resident
@@ -66,7 +68,7 @@ class CompareOptions(BranchOptions):
     nproc_per_node: int = ranks(2, min=1, help="Ranks of the ring, all on this machine.")
     buffer_bytes: int | None = options.buffer_bytes()
     ulysses_size: str = options.ulysses_size()
-    repeats: int = ranks(3, min=1, help="Timed calls, after one warm-up call.")
+    repeats: int = ranks(5, min=1, help="Timed calls of each method, after one warm-up call.")
     plot: Path | None = files(
         None, metavar="FILE", help="Draw time, memory and a timeline into this file (needs matplotlib)."
     )
@@ -98,16 +100,23 @@ class CompareOptions(BranchOptions):
 
 def run(chosen: CompareOptions) -> None:
     console = wide_console()
-    with console.status("computing the fp64 values") as status:
-        found = compare(chosen.setup(), lambda name: status.update(f"measuring {name}"))
+    with progress_bar(console) as show:
+        found = compare(chosen.setup(), show)
     console.print(_heading(found.setup), soft_wrap=True)
     console.print(_table(found.rows))
+    console.print(_verdict(found), soft_wrap=True)
     if chosen.json is not None:
         used = {**dataclasses.asdict(chosen), "device": found.setup.device, "dtype": found.setup.dtype}
-        result = {"rows": found.rows, "versions": found.versions, "device": found.device, "options": used}
+        result = {
+            "rows": found.rows,
+            "fastest": found.fastest,
+            "versions": found.versions,
+            "device": found.device,
+            "options": used,
+        }
         write_json(chosen.json, result)
-    if chosen.plot is not None:
-        draw_comparison(chosen.plot, [row for row in found.rows if not row["unusable"] and not row["failed"]])
+    if chosen.plot is not None and found.measured:
+        draw_comparison(chosen.plot, found.measured)
     if found.failures:
         raise found.failures[0]
 
@@ -141,11 +150,35 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
             continue
         table.add_row(
             row["name"],
-            f"{row['forward_seconds']:,.3f} s",
-            f"{row['backward_seconds']:,.3f} s",
+            *(f"{row[f'{part}_seconds']:,.3f} s\n{_range(row[f'{part}_range'])}" for part in ("forward", "backward")),
             f"{max(row['peak_memory_bytes']) / 2**20:,.0f} MiB",
             decimal(max(map(sum, zip(*row["bytes_sent"].values(), strict=True)))),
             *(f"{error:.0e}" for error in row["errors"].values()),
             escape(row["device"] + (", bytes computed" if row["bytes_are_computed"] else "")),
         )
     return table
+
+
+def _range(seconds: Sequence[float]) -> str:
+    return "–".join(f"{value:,.3f}" for value in seconds)
+
+
+def _verdict(found: Comparison) -> str:
+    """Say which methods are slower than the fastest one, and which the spread does not allow to rank."""
+    if not found.measured:
+        return "No method could be measured."
+    if found.setup.repeats == 1:
+        return "With one call per method, the spread is unknown, so they are not ranked; pass --repeats 5."
+    rows = {row["name"]: row for row in found.measured}
+    first, *others = found.fastest
+    verdict = f"{first} is the fastest: each of its {found.setup.repeats} calls took less time than any other."
+    if others:
+        names = f"{', '.join([first, *others[:-1]])} and {others[-1]}"
+        verdict = f"{names} are not ranked, because the times of their {found.setup.repeats} calls overlap."
+    slower = [
+        f"{name} {row['both_seconds'] / rows[first]['both_seconds'] - 1:,.0%}"
+        for name, row in rows.items()
+        if name not in found.fastest
+    ]
+    more = f" More time than {first}: {', '.join(slower)}." if slower else ""
+    return f"Forward and backward together: {verdict}{more}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,25 @@ def wide_console() -> Console:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _WIDTH
     return console
+
+
+@contextlib.contextmanager
+def progress_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """Show a progress bar on a terminal, and nothing elsewhere.
+
+    Yields:
+        A function that takes what is being done, the number of steps that are done, and that of all steps.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (MofNCompleteColumn(), BarColumn(bar_width=16), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("")
+
+        def show(what: str, done: int, steps: int) -> None:
+            progress.update(task, description=what, completed=done, total=steps)
+
+        yield show
 
 
 def print_lines(lines: Iterable[tuple[str, str]]) -> None:

@@ -2,16 +2,20 @@
 
 Inputs are drawn in small chunks, each with its own seed. So all methods get the same inputs, whatever their sharding.
 No rank holds the inputs of the whole sequence, which would count as peak memory.
+
+The ranks of all methods run at the same time, but only those of one method compute. The others wait, and hold no
+inputs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -34,8 +38,9 @@ from ring_backends.engine.call import AttentionInputs
 from ring_backends.engine.wire import POST_SPAN, WAIT_SPAN
 from ring_backends.kernels import resolve_dtype
 from ring_backends.kernels.base import TILE_SPAN
-from ring_backends.registry import available_adapters, load_adapter
+from ring_backends.registry import available_adapters, load_adapter, without_warnings
 from ring_backends.releases import versions
+from ring_backends.ring.launch import environment_variables
 from ring_backends.ring.ring import Ring
 
 CHUNK = 1024
@@ -44,7 +49,10 @@ _WARM_UP_TOKENS = 64  # per rank
 Span = tuple[str, str, float, float]
 """(part of the call, kind of span, start, end). Times are seconds of the monotonic clock of the host."""
 
+_Measured = TypeVar("_Measured")
+
 _WHAT = {TILE_SPAN: "tile", POST_SPAN: "post", WAIT_SPAN: "wait"}
+_PROFILER_LOG = "KINETO_LOG_LEVEL"
 _START = "ring_backends::start"
 _PART = "ring_backends::part "
 
@@ -71,10 +79,11 @@ def prepare(setup: Setup, directory: Path) -> dict[str, Any]:
     return {"setup": setup, "adapters": available_adapters(), "versions": versions(), "device": device_name(device)}
 
 
-def measure(setup: Setup, name: str, directory: Path) -> dict[str, Any]:
-    """Measure one method on this rank. All ranks of the method make this call.
+def measure(setup: Setup, name: str, directory: Path) -> Iterator[Any]:
+    """Measure one method on this rank, in steps. All ranks of the method take the same steps.
 
-    The first attention call measures memory, bytes and error. The calls after it measure the time.
+    The first step measures memory, bytes and error, and yields a dict. Each of the next ``setup.repeats`` steps yields
+    the seconds of a forward and of a backward. With ``setup.timeline``, the last step yields the spans of an adapter.
 
     Args:
         setup: from :func:`prepare`.
@@ -83,14 +92,16 @@ def measure(setup: Setup, name: str, directory: Path) -> dict[str, Any]:
     """
     device = select_device(setup.device)
     is_adapter = name not in (ALL_GATHER, ONE_RANK)
-    module = load_adapter(name if is_adapter else "native")
+    with without_warnings():
+        module = load_adapter(name if is_adapter else "native")
     groups = setup.ulysses_size if is_adapter else 1
     ring: Ring = module.initialize(layout=setup.layout, buffer_bytes=setup.buffer_bytes, ulysses_size=groups)
     # A small call first, so that loading libraries and opening connections are not measured.
     small = dataclasses.replace(setup, seq_len=_WARM_UP_TOKENS * ring.size)
-    _Call(small, name, ring, module, device).seconds()
+    _Call(small, _method(small, name, ring, module), ring, device).seconds()
 
-    call = _Call(setup, name, ring, module, device)
+    attend = _method(setup, name, ring, module)
+    call = _Call(setup, attend, ring, device)
     synchronize_ranks(device)
     reset_peak_memory(device)
     before = peak_memory_bytes(device)
@@ -105,32 +116,48 @@ def measure(setup: Setup, name: str, directory: Path) -> dict[str, Any]:
         inputs = AttentionInputs(*call.inputs, is_causal=setup.is_causal, seq_len=setup.seq_len)
         bytes_sent = AllGatherExecutor(inputs, setup.pattern, ring).wire_bytes(inputs.key)
     largest_error, largest = _compare_with_exact(directory, results, ring, setup.seq_len)
-    del out, results
-
-    seconds = [call.seconds() for _ in range(setup.repeats)]
-    spans = record_spans(call.forward, call.backward, device) if setup.timeline and is_adapter else []
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return {
+    del call, out, results
+    _release_memory(device)
+    yield {
         "device": device_name(device),
-        "forward_seconds": [forward for forward, _ in seconds],
-        "backward_seconds": [backward for _, backward in seconds],
         "peak_memory_bytes": peak,
         "bytes_sent": bytes_sent,
         "bytes_are_computed": name == ALL_GATHER,
         "largest_error": largest_error,
         "largest": largest,
-        "spans": spans,
     }
+    for _ in range(setup.repeats):
+        yield _one_turn(setup, attend, ring, device, _Call.seconds)
+    if setup.timeline and is_adapter:
+        yield _one_turn(setup, attend, ring, device, _Call.spans)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _one_turn(
+    setup: Setup, attend: Callable[..., Tensor], ring: Ring, device: torch.device, measure: Callable[[_Call], _Measured]
+) -> _Measured:
+    """Draw the inputs, measure one call, and release the memory for the other methods."""
+    call = _Call(setup, attend, ring, device)
+    if device.type == "cuda":
+        call.seconds()  # torch allocates again what it has released
+    measured = measure(call)
+    del call
+    _release_memory(device)
+    return measured
+
+
+def _release_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 class _Call:
     """A method with this rank's inputs."""
 
-    def __init__(self, setup: Setup, name: str, ring: Ring, module: Any, device: torch.device) -> None:
+    def __init__(self, setup: Setup, attend: Callable[..., Tensor], ring: Ring, device: torch.device) -> None:
         query, key, value, self.grad_out = _inputs(setup, ring, device)
-        self.inputs, self.device = (query, key, value), device
-        self.attend = _method(setup, name, ring, module)
+        self.inputs, self.device, self.attend = (query, key, value), device, attend
 
     def forward(self) -> Tensor:
         return self.attend(*self.inputs)
@@ -150,6 +177,9 @@ class _Call:
         self.backward(out)
         synchronize(self.device)
         return forward, time.perf_counter() - started
+
+    def spans(self) -> list[Span]:
+        return record_spans(self.forward, self.backward, self.device)
 
 
 def _method(setup: Setup, name: str, ring: Ring, module: Any) -> Callable[..., Tensor]:
@@ -231,7 +261,8 @@ def record_spans(forward: Callable[[], Any], backward: Callable[[Any], object], 
         whole part, ``"tile"`` for computing a tile, ``"post"`` for posting a hop, and ``"wait"`` for waiting for a hop.
         On a GPU, the spans show when the host enqueued the work.
     """
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    log_level = {} if _PROFILER_LOG in os.environ else {_PROFILER_LOG: "99"}  # nothing; else it prints to stderr
+    with environment_variables(log_level), profile(activities=[ProfilerActivity.CPU]) as profiler:
         started = time.monotonic()
         with record_function(_START):
             pass

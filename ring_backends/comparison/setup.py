@@ -29,7 +29,7 @@ class Setup:
         layout: ``"contiguous"`` or ``"zigzag"``.
         buffer_bytes, ulysses_size: as in ``initialize``.
         is_causal: whether a query sees only keys up to its position.
-        repeats: number of timed calls. The first call, which measures the memory, is not timed.
+        repeats: number of timed calls of each method. The first call, which measures the memory, is not timed.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         timeline: whether to record when each rank computes and waits, in one more call.
     """

@@ -95,9 +95,54 @@ def refuse_launcher(what: str) -> None:
 def launch(target: Callable[..., Any], args: tuple[object, ...], num_ranks: int) -> list[Any]:
     """Run ``target(*args)`` in ``num_ranks`` new processes, and return the results by rank.
 
+    The arguments and the errors are those of :func:`start`, except that ``target`` is an ordinary function.
+    """
+    with start(_once, (target, *args), num_ranks) as ranks:
+        return ranks.step()
+
+
+def _once(target: Callable[..., Any], *args: object) -> Iterator[Any]:
+    yield target(*args)
+
+
+class Ranks:
+    """Ranks that :func:`start` has started. All of them run the same generator function, one step at a time."""
+
+    def __init__(self, processes: Sequence[SpawnProcess], connections: Sequence[Connection]) -> None:
+        self._processes, self._connections = processes, connections
+        self._has_stepped = False
+
+    def step(self) -> list[Any]:
+        """Let all ranks run to their next ``yield``, and return the yielded values by rank. They then wait.
+
+        Raises:
+            RankFailedError: a rank raised an exception or died. All other ranks have been stopped.
+        """
+        if self._has_stepped:
+            self.resume()
+        self._has_stepped = True
+        try:
+            return _collect(self._processes, self._connections)
+        except RankFailedError:
+            _stop(self._processes)
+            raise
+
+    def resume(self) -> None:
+        """Let all ranks run on from their last ``yield``."""
+        for rank in self._connections:
+            with contextlib.suppress(OSError):  # a rank that has died
+                rank.send(None)
+
+
+@contextlib.contextmanager
+def start(target: Callable[..., Iterator[Any]], args: tuple[object, ...], num_ranks: int) -> Iterator[Ranks]:
+    """Start ``num_ranks`` processes that run ``target(*args)`` step by step.
+
+    At the end of the ``with`` block, the generators run on, and their processes are stopped if they do not end soon.
+
     Args:
-        target: a module-level function. Its process has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in
-            the environment.
+        target: a module-level generator function. Its process has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and
+            MASTER_PORT in the environment.
         args: the arguments of ``target``. They must be picklable.
         num_ranks: number of ranks, at least 1. Each rank gets cores // num_ranks threads, unless OMP_NUM_THREADS is
             set.
@@ -115,65 +160,76 @@ def launch(target: Callable[..., Any], args: tuple[object, ...], num_ranks: int)
         )
     context = multiprocessing.get_context("spawn")
     processes: list[SpawnProcess] = []
-    reports: list[Connection] = []
+    connections: list[Connection] = []
     # Only this process holds the writing end. When it dies, for whatever reason, the ranks read end-of-file and exit.
     parent_alive, _held = context.Pipe(duplex=False)
     with _reserved_port() as port:
         try:
             with _ranks_ignore_interrupts(), environment_variables(_shared_environment(num_ranks, port)):
                 for rank in range(num_ranks):
-                    report, report_writer = context.Pipe(duplex=False)
+                    own, of_rank = context.Pipe()
                     with environment_variables({"RANK": str(rank), "LOCAL_RANK": str(rank)}):
                         process = context.Process(
-                            target=_run_rank, args=(target, args, report_writer, parent_alive), name=f"rank {rank}"
+                            target=_run_rank, args=(target, args, of_rank, parent_alive), name=f"rank {rank}"
                         )
                         process.start()
-                    report_writer.close()
+                    of_rank.close()
                     processes.append(process)
-                    reports.append(report)
-            return _collect(processes, reports)
+                    connections.append(own)
+            ranks = Ranks(processes, connections)
+            yield ranks
+            ranks.resume()
+            for process in processes:
+                process.join(_STOP_SECONDS)
         finally:
             _stop(processes)
             _held.close()
 
 
 def _run_rank(
-    target: Callable[..., Any], args: tuple[object, ...], report: Connection, parent_alive: Connection
+    target: Callable[..., Iterator[Any]], args: tuple[object, ...], parent: Connection, parent_alive: Connection
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=_exit_with_parent, args=(parent_alive,), daemon=True).start()
     try:
-        result: object = target(*args)
+        for result in target(*args):
+            parent.send((time.time(), result))
+            _wait_for(parent)
     except BaseException as error:
-        result = describe(error)
-    report.send((time.time(), result))
-    report.close()
-    if isinstance(result, Failure):
+        failure = describe(error)
+        parent.send((time.time(), failure))
         sys.stdout.flush()
-        os._exit(result.status)  # skips destructors: that of a process group may wait for other ranks
+        os._exit(failure.status)  # skips destructors: that of a process group may wait for other ranks
 
 
 def _exit_with_parent(parent_alive: Connection) -> None:
-    with contextlib.suppress(EOFError, OSError):
-        parent_alive.recv()
-    os._exit(1)
+    _wait_for(parent_alive)  # which sends nothing
 
 
-def _collect(processes: Sequence[SpawnProcess], reports: Sequence[Connection]) -> list[Any]:
+def _wait_for(parent: Connection) -> None:
+    """Wait for a message of the parent process. End this process if the parent has ended."""
+    try:
+        parent.recv()
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def _collect(processes: Sequence[SpawnProcess], connections: Sequence[Connection]) -> list[Any]:
+    """Return what each rank sends next, by rank."""
     results: dict[int, Any] = {}
     failures: list[tuple[bool, float, int, Failure]] = []
-    pending = dict(enumerate(reports))
+    pending = dict(enumerate(connections))
     deadline: float | None = None
     while pending and (deadline is None or time.monotonic() < deadline):
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         ready = connection.wait(list(pending.values()), timeout)
-        for rank, report in list(pending.items()):
-            if report not in ready:
+        for rank, of_rank in list(pending.items()):
+            if of_rank not in ready:
                 continue
             del pending[rank]
             try:
-                when, result = report.recv()
-            except EOFError:
+                when, result = of_rank.recv()
+            except (EOFError, ConnectionResetError):
                 processes[rank].join(_STOP_SECONDS)
                 when, result = time.time(), _describe_exit(processes[rank].exitcode)
             if isinstance(result, Failure):
@@ -184,8 +240,6 @@ def _collect(processes: Sequence[SpawnProcess], reports: Sequence[Connection]) -
     if failures:
         _, _, rank, failure = min(failures)
         raise RankFailedError(rank, failure)
-    for process in processes:
-        process.join(_STOP_SECONDS)
     return [results[rank] for rank in range(len(processes))]
 
 

@@ -26,6 +26,7 @@ from ring_backends.cli.train import TrainOptions
 from ring_backends.comparison import rank
 from ring_backends.cost.branches import default_branches
 from ring_backends.ring.launch import RankFailedError, launch
+from ring_backends.ring.launch import start as start_ranks
 from ring_backends.testing.marks import THOROUGH
 
 SMALL = "--seq-len 512 --embed-dim 32 --num-layers 1"
@@ -73,7 +74,7 @@ def test_train_and_compare_pass_the_size_of_buffers_to_initialize(monkeypatch: p
     compared = CompareOptions(**branches, buffer_bytes=8, ulysses_size="2").setup()
     for call in (
         partial(training_run.run, TrainOptions(**branches, buffer_bytes=7, ulysses_size="auto")),
-        partial(rank.measure, compared, "native", Path()),
+        partial(next, rank.measure(compared, "native", Path())),
     ):
         with pytest.raises(InterruptedError):
             call()
@@ -354,6 +355,29 @@ def test_launch_gives_each_rank_its_environment(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))  # the ranks share these cores
     assert [launch(os.getenv, (name,), 2) for name in ("RANK", "OMP_NUM_THREADS")] == [["0", "1"], ["3", "3"]]
     assert "RANK" not in os.environ
+
+
+def numbered(first: int, fails_at: int) -> Any:
+    """Yields numbers. Rank 1 fails at one of them."""
+    for number in range(first, first + 3):
+        if number == fails_at and os.environ["RANK"] == "1":
+            raise ValueError(f"{number} is too much")
+        yield number
+    Path(os.environ["ENDED"]).touch()
+
+
+def test_ranks_run_a_generator_step_by_step_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENDED", str(tmp_path / "ended"))
+    with start_ranks(numbered, (1, 2), 2) as failing, start_ranks(numbered, (5, 0), 1) as steady:
+        assert failing.step() == [1, 1]
+        assert steady.step() == [5]
+        with pytest.raises(RankFailedError, match="rank 1: 2 is too much"):
+            failing.step()
+        assert not children(os.getpid()).isdisjoint(process.pid for process in steady._processes)
+        assert children(os.getpid()).isdisjoint(process.pid for process in failing._processes)
+        assert [steady.step(), steady.step()] == [[6], [7]]
+        assert not (tmp_path / "ended").exists()
+    assert (tmp_path / "ended").exists()
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from command_line import check_refusal, invoke, refused, shown
+from command_line import check_refusal, invoke, refused, run, shown
 from native_ranks import native_ring
 from torch import Tensor
 
@@ -85,8 +88,13 @@ def test_the_rows_hold_what_was_measured(compared: tuple[dict[str, Any], str]) -
     for name, row in rows.items():
         assert row["failed"] is None
         assert row["ranks"] == len(row["peak_memory_bytes"]) == (1 if name == "one rank" else 2)
-        assert [len(calls) for calls in row["calls"]["forward_seconds"]] == [2] * row["ranks"]
-        assert min(row["forward_seconds"], row["backward_seconds"]) > 0
+        for part in ("forward", "backward"):
+            calls = row["calls"][f"{part}_seconds"]
+            assert [len(of_rank) for of_rank in calls] == [2] * row["ranks"]
+            least, most = sorted(map(max, zip(*calls, strict=True)))
+            assert row[f"{part}_range"] == [least, most]
+            assert least > 0
+            assert row[f"{part}_seconds"] == pytest.approx((least + most) / 2)
         assert set(row["errors"]) == {"out", "dq", "dk", "dv"}
         assert all(0 < error < 1e-5 for error in row["errors"].values()), row
         assert row["bytes_are_computed"] == (name == "all-gather")
@@ -123,63 +131,119 @@ def test_spans_of_all_ranks_share_one_clock(pair: World) -> None:
         assert max(begin for _, _, begin, _ in whole) < min(end for _, _, _, end in whole)
 
 
+def test_the_profiler_prints_nothing(tmp_path: Path) -> None:
+    code = "from ring_backends.comparison.rank import *; import torch\n"
+    code += "print(len(record_spans(lambda: 1, lambda result: result, torch.device('cpu'))))"
+    done = run(["-c", code], tmp_path)
+    assert (done.stdout, done.stderr) == ("2\n", "")
+
+
 def rank_result() -> dict[str, Any]:
     return {
         "device": "CPU with 1 thread per rank",
-        "forward_seconds": [1.0, 3.0, 2.0],
-        "backward_seconds": [2.0, 2.0, 8.0],
         "peak_memory_bytes": 3 * 2**20,
         "bytes_sent": {"forward": 1000, "backward": 2000},
         "bytes_are_computed": False,
         "largest_error": dict.fromkeys(TENSORS, 1e-6),
         "largest": dict.fromkeys(TENSORS, 2.0),
-        "spans": [("forward", "call", 5.0, 6.0), ("forward", "tile", 5.2, 5.9), ("backward", "call", 7.0, 8.0)],
     }
 
 
+CALLS = [[(1.0, 2.0), (0.5, 2.0)], [(3.0, 2.0), (0.5, 2.0)], [(2.0, 8.0), (2.5, 2.0)]]
+"""(forward, backward) seconds of two ranks, for three calls."""
+SPANS = [("forward", "call", 5.0, 6.0), ("forward", "tile", 5.2, 5.9), ("backward", "call", 7.0, 8.0)]
+
+
 @pytest.fixture
-def without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the launch of ranks by fixed results. One adapter is unusable, and one fails."""
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replace ranks by fixed results. One adapter is unusable, and one fails. Returns the methods in order of steps."""
+    found: list[str] = []
 
     def launch(target: Any, args: tuple[Any, ...], num_ranks: int) -> list[Any]:
-        if args[0] == "prepare":
-            adapters = {"native": None, "absent": "absent is not installed; pip install absent", "broken": None}
-            return [{"setup": args[1], "adapters": adapters, "versions": {"torch": "2"}, "device": "CPU"}]
-        if args[2] == "broken":
-            raise RankFailedError(1, Failure(1, "Traceback\n  it\nRuntimeError: it broke"))
-        slower = {**rank_result(), "forward_seconds": [0.5, 0.5, 2.5], "peak_memory_bytes": 5 * 2**20}
-        return [rank_result(), slower][:num_ranks]
+        adapters = {"native": None, "absent": "absent is not installed; pip install absent", "broken": None}
+        return [{"setup": args[0], "adapters": adapters, "versions": {"torch": "2"}, "device": "CPU"}]
+
+    @contextlib.contextmanager
+    def start(target: Any, args: tuple[Any, ...], num_ranks: int) -> Iterator[Any]:
+        setup, name, _ = args
+        ranks = [rank_result(), {**rank_result(), "peak_memory_bytes": 5 * 2**20}]
+        factor = SLOWER.get(name, 1.0)
+        calls = [[(factor * forward, factor * backward) for forward, backward in call] for call in CALLS]
+        results = iter([ranks, *calls[: setup.repeats], [SPANS, SPANS]])
+
+        def step() -> list[Any]:
+            found.append(name)
+            if name == "broken" and found.count(name) == 2:
+                raise RankFailedError(1, Failure(1, "Traceback\n  it\nRuntimeError: it broke"))
+            return next(results)[:num_ranks]
+
+        yield mock.Mock(step=step)
 
     monkeypatch.setattr(compare, "launch", launch)
+    monkeypatch.setattr(compare, "start", start)
+    return found
 
 
-def test_the_slowest_rank_counts_and_adapters_that_do_not_run_have_a_row(without_ranks: None, tmp_path: Path) -> None:
-    done = invoke("compare --json", tmp_path / "compare.json")
+SLOWER = {"all-gather": 1.5, "one rank": 6.0}
+"""How many times as long as native a method takes."""
+
+
+def test_methods_take_turns(turns: list[str], tmp_path: Path) -> None:
+    invoke("compare --repeats 3")
+    native, broken, gather, one = "native", "broken", "all-gather", "one rank"
+    first, rounds = turns[:4], (turns[4:8], turns[8:11], turns[11:])
+    assert first == [native, broken, gather, one]
+    assert rounds == ([native, broken, gather, one], [gather, one, native], [gather, one, native])
+
+
+def test_methods_whose_times_overlap_are_not_ranked(turns: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "Forward and backward together: native"
+    last = invoke("compare --repeats 3").stdout.splitlines()[-1]
+    assert last == (
+        f"{words} and all-gather are not ranked, because the times of their 3 calls overlap. "
+        "More time than native: one rank 500%."
+    )
+    monkeypatch.setitem(SLOWER, "all-gather", 6.0)
+    turns.clear()
+    last = invoke("compare --repeats 3").stdout.splitlines()[-1]
+    assert last.startswith(f"{words} is the fastest: each of its 3 calls took less time than any other. More time")
+    turns.clear()
+    assert "the spread is unknown, so they are not ranked" in invoke("compare --repeats 1").stdout.splitlines()[-1]
+
+
+def test_the_slowest_rank_counts_and_adapters_that_do_not_run_have_a_row(turns: list[str], tmp_path: Path) -> None:
+    done = invoke("compare --repeats 3 --json", tmp_path / "compare.json")
+    printed = [" ".join(line.split()) for line in done.stdout.splitlines()]
     lines = {line.split("  ")[0].strip(): " ".join(line.split()) for line in done.stdout.splitlines()}
     assert lines["native"] == "native 2.500 s 2.000 s 5 MiB 3.0 kB 5e-07 5e-07 5e-07 5e-07 CPU with 1 thread per rank"
-    assert lines["one rank"].startswith("one rank 2.000 s 2.000 s 3 MiB 3.0 kB")
+    assert printed[printed.index(lines["native"]) + 1] == "1.000–3.000 2.000–8.000"
+    assert lines["one rank"].startswith("one rank 12.000 s 12.000 s 3 MiB 3.0 kB")
     assert lines["absent"] == "absent - - - - - - - - unusable: absent is not installed; pip install absent"
     assert lines["broken"] == "broken - - - - - - - - failed: RuntimeError: it broke"
     assert done.exit_code == 1
     assert done.stderr.startswith("ring-backends compare: error: rank 1: broken: Traceback")
-    rows = {row["name"]: row for row in json.loads((tmp_path / "compare.json").read_text())["rows"]}
+    result = json.loads((tmp_path / "compare.json").read_text())
+    assert result["fastest"] == ["native", "all-gather"]
+    rows = {row["name"]: row for row in result["rows"]}
+    assert (rows["native"]["both_seconds"], rows["native"]["both_range"]) == (5.0, [3.0, 10.5])
+    assert rows["native"]["calls"]["forward_seconds"] == [[1.0, 3.0, 2.0], [0.5, 0.5, 2.5]]
     assert rows["absent"]["unusable"] == "absent is not installed; pip install absent"
     assert rows["broken"]["failed"].endswith("it broke")
     assert rows["native"]["peak_memory_bytes"] == [3 * 2**20, 5 * 2**20]
 
 
-def test_the_default_pattern_equals_that_of_train(without_ranks: None) -> None:
-    assert invoke("compare").stdout.startswith(
+def test_the_default_pattern_equals_that_of_train(turns: list[str]) -> None:
+    assert invoke("compare --repeats 3").stdout.startswith(
         "65,536 tokens, contiguous, causal, 8 heads of 64, fp32; branches (256, 1), (4096, 8), (65536, 32); ring of 2"
     )
 
 
-def test_plot_draws_a_file(without_ranks: None, tmp_path: Path) -> None:
+def test_plot_draws_a_file(turns: list[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    invoke("compare --plot", tmp_path / "bars.svg")
+    invoke("compare --repeats 3 --plot", tmp_path / "bars.svg")
     drawn = (tmp_path / "bars.svg").read_text()
     assert drawn.startswith("<?xml")
-    for text in ("native, backward", "rank 1", "computing a tile", "hop posted"):
+    for text in ("both, least to most", "native, backward", "rank 1", "computing a tile", "hop posted"):
         assert text in drawn  # matplotlib writes the text it draws as a comment
     check_refusal("--plot: plot = .*\\.svg", "compare --plot", tmp_path / "bars.docx")
 
