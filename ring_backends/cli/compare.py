@@ -63,7 +63,7 @@ class CompareOptions(BranchOptions):
     num_heads: int = options.num_heads(8)
     num_kv_heads: int | None = options.num_kv_heads()
     head_dim: int = options.head_dim()
-    dtype: options.Dtype = options.dtype("fp32")
+    dtype: options.Dtype = options.dtype()
     causal: bool = options.causal()
     nproc_per_node: int = ranks(2, min=1, help="Ranks of the ring, all on this machine.")
     buffer_bytes: int | None = options.buffer_bytes()
@@ -132,9 +132,10 @@ def _heading(setup: Setup) -> str:
 
 def _table(rows: Sequence[dict[str, Any]]) -> Table:
     from rich import box
-    from rich.filesize import decimal
     from rich.markup import escape
     from rich.table import Table
+
+    from ring_backends.schedule.ring_schedule import format_bytes
 
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("", no_wrap=True)
@@ -152,7 +153,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
             row["name"],
             *(f"{row[f'{part}_seconds']:,.3f} s\n{_range(row[f'{part}_range'])}" for part in ("forward", "backward")),
             f"{max(row['peak_memory_bytes']) / 2**20:,.0f} MiB",
-            decimal(max(map(sum, zip(*row["bytes_sent"].values(), strict=True)))),
+            format_bytes(max(map(sum, zip(*row["bytes_sent"].values(), strict=True)))),
             *(f"{error:.0e}" for error in row["errors"].values()),
             escape(row["device"] + (", bytes computed" if row["bytes_are_computed"] else "")),
         )

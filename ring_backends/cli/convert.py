@@ -28,7 +28,9 @@ class ConvertOptions(Options):
     )
     target: Path = argument(metavar="TARGET", help="File to write.", is_named=True)
     num_heads: int = option(
-        min=1, help="Number of heads. A checkpoint does not contain it. GigaPath's slide encoders have 16 heads."
+        min=1,
+        flag="--heads",
+        help="Number of heads. A checkpoint does not contain it. GigaPath's slide encoders have 16 heads.",
     )
     prefix: str | None = option(
         None,

@@ -18,8 +18,8 @@ from torch import Tensor
 from ring_backends.cli.generate import GenerateOptions
 from ring_backends.cli.language_model import LongNetLM, make_optimizer
 from ring_backends.cli.output import write_json
-from ring_backends.cli.train import TrainOptions
-from ring_backends.cli.training_run import options_path, read_saved
+from ring_backends.cli.train import TrainOptions, options_path
+from ring_backends.cli.training_run import read_saved
 from ring_backends.cost.machine import device_name, select_device
 from ring_backends.kernels import resolve_dtype
 from ring_backends.longnet.model import new_caches

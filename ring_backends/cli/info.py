@@ -51,7 +51,7 @@ class InfoOptions(Options):
         "`ring-backends plan --probe FILE` reads the file that --json writes.",
     )
     nproc_per_node: int = option(2, min=2, help="Ranks to measure on.")
-    dtype: options.Dtype = option("auto", help="Dtype of the measurement. auto: recommended for the device.")
+    dtype: options.Dtype = option("auto", help="Dtype of the measurement. auto: the recommended dtype of the device.")
     device: options.Device = options.device(panel=None)
     json: Path | None = options.json(panel=None)
 
@@ -207,7 +207,7 @@ def _show_all(found: dict[str, Any]) -> None:
 def _show_probe(probe: dict[str, Any]) -> None:
     hops = [
         (f"{local_probe.SMALL_HOP_BYTES >> 10} KiB both ways", f"{probe['latency_seconds'] * 1e3:.2f} ms"),
-        ("16 MiB both ways", f"{probe['bytes_per_second'] / 1e9:.2f} GB/s per direction"),
+        ("16 MiB both ways", f"{probe['bytes_per_second'] / 2**30:.2f} GiB/s per direction"),
     ]
     ranks = "Two local ranks" if probe["ranks"] == 2 else f"{probe['ranks']} local ranks"
     print_table(f"{ranks}, {probe['transport']}, {probe['device']}", ("message", "measured"), hops)
@@ -240,14 +240,14 @@ def _constants(probe: dict[str, Any]) -> list[tuple[str, str]]:
     copies, memory = hardware.copy_bytes_per_second, hardware.memory_bytes
     shown = {
         "latency of a hop": f"{hardware.latency_seconds * 1e3:.3f} ms",
-        "bandwidth, both ways at once": f"{hardware.bytes_per_second / 1e9:.2f} GB/s per direction",
+        "bandwidth, both ways at once": f"{hardware.bytes_per_second / 2**30:.2f} GiB/s per direction",
         "tile forward": rate(False, False),
         "tile backward": rate(True, False),
         "causal tile forward": rate(False, True),
         "causal tile backward": rate(True, True),
         "host time per tile launch": f"{launch * 1e6:.1f} µs" if launch else None,
         "host time per hop": f"{post * 1e6:.1f} µs" if post else None,
-        "gathering and merging rows": None if copies is None else f"{copies / 1e9:.2f} GB/s",
+        "gathering and merging rows": None if copies is None else f"{copies / 2**30:.2f} GiB/s",
         "share of a hop that overlaps with tiles": f"{hardware.overlap:.0%}",
         "speed of one rank alone": f"{hardware.speed_alone:.2f} times its speed beside the other ranks",
         "memory per rank": None if memory is None else f"{memory / 2**30:,.1f} GiB",

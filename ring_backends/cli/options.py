@@ -16,9 +16,11 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import MISSING, dataclass, field, fields
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -43,19 +45,22 @@ Branches = tuple[tuple[int | None, ...], tuple[int, ...]]
 INTERRUPTED = 130
 
 _LISTS = ("--segment-lengths", "--dilation-rates", "--window-lengths")
-_ENTRY = r"(?:-?\d+|none)"
+_NUMBER = r"[+-]?\d+(?:_\d+)*(?:\.\d+)?(?:[eE]\+?\d{1,2})?"
+_ENTRY = rf"(?:{_NUMBER}|none)"
 
 
-def option(default: Any = MISSING, *, panel: str | None = None, **details: Any) -> Any:
+def option(default: Any = MISSING, *, panel: str | None = None, flag: str | None = None, **details: Any) -> Any:
     """Declare an option: the default of a field of a subclass of :class:`Options`.
 
     A bool whose default is False has no ``--no-…`` option. The values of a ``Literal`` are shown in ``--help``.
 
     Args:
         panel: heading of the option's group in ``--help``.
+        flag: what the user writes. Default: the name of the field with dashes.
         details: as in ``typer.Option``.
     """
-    return field(default=default, metadata={"typer": typer.Option(rich_help_panel=panel, **details)})
+    metadata = {"typer": typer.Option(rich_help_panel=panel, **details), "flag": flag}
+    return field(default=default, metadata=metadata)
 
 
 def argument(*, is_named: bool = False, **details: Any) -> Any:
@@ -70,13 +75,15 @@ def argument(*, is_named: bool = False, **details: Any) -> Any:
 
 attention, ranks, files = (partial(option, panel=panel) for panel in ("Attention", "Ranks", "Files"))
 
-seq_len = partial(attention, min=1, help="Length of the whole sequence, in tokens.")
-num_heads = partial(attention, min=1, help="Query heads.")
-num_kv_heads = partial(attention, None, min=1, help="Key and value heads. Default: as many as query heads.")
+seq_len = partial(attention, min=1, help="Length of the whole sequence, in tokens: 1000000, 1_000_000 or 1e6.")
+num_heads = partial(attention, flag="--heads", min=1, help="Query heads.")
+num_kv_heads = partial(
+    attention, None, flag="--kv-heads", min=1, help="Key and value heads. Default: as many as query heads."
+)
 head_dim = partial(attention, 64, min=1, help="Width of a head.")
 causal = partial(attention, True, help="Whether a query sees only keys up to its own position.")
 dtype = partial(
-    attention, help="Dtype of the tensors. auto: the dtype that `ring-backends info` recommends for the device."
+    attention, "auto", help="Dtype of the tensors. auto: the dtype that `ring-backends info` recommends for the device."
 )
 layout = partial(ranks, "contiguous", help="How the sequence is sharded over the ring.")
 device = partial(ranks, "auto", help="auto: a GPU per rank if there are enough, else the CPU.")
@@ -131,6 +138,10 @@ class Options:
                 self._check_result(name, value)
             if name == "plot" and value is not None:
                 check_plot(value)
+
+    def after_interrupt(self, started: float) -> str:
+        """Say what to do after Ctrl-C in a command that began at ``started``, in seconds since the epoch."""
+        return ""
 
     def _check_result(self, name: str, path: Path) -> None:
         """Check that a file of results can be written, and replaces no other file of the command."""
@@ -199,23 +210,47 @@ class PatternOptions(BranchOptions):
     )
 
 
-class BranchesCommand(TyperCommand):
-    """A command that accepts lists with commas, lists with spaces and repeated options.
+class NumbersCommand(TyperCommand):
+    """A command that takes integers as 1000000, 1_000_000, 1,000,000 and 1e6, and lists of integers.
 
     ``--segment-lengths 2048,8192``, ``--segment-lengths 2048 8192`` and ``--segment-lengths 2048 --segment-lengths
-    8192`` are equivalent. An entry may be ``none``.
+    8192`` are equivalent. An entry may be ``none``. A list has no commas within its numbers.
+
+    Attributes:
+        integers: the options that take one integer.
     """
+
+    integers: frozenset[str] = frozenset()
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         joined: list[str] = []
         rest = list(args)
         while rest:
-            joined.append(rest.pop(0))
+            flag, equals, value = rest.pop(0).partition("=")
+            if flag in self.integers and (equals or rest):
+                joined += [flag, _as_integer(flag, value if equals else rest.pop(0))]
+                continue
+            joined.append(flag + equals + value)
             if joined[-1] in _LISTS:
                 numbers = list(itertools.takewhile(re.compile(rf"{_ENTRY}(?:[,\s]+{_ENTRY})*[,\s]*").fullmatch, rest))
                 del rest[: len(numbers)]
                 joined += [",".join(numbers)] if numbers else []
         return super().parse_args(ctx, joined)
+
+
+def _as_integer(flag: str, text: str) -> str:
+    number = parse_integer(re.sub(r",(\d{3})(?=,|\b)", r"\1", text))
+    if number is None:
+        raise typer.BadParameter(
+            f"{text!r} is not an integer; write for example 1000000, 1_000_000, 1,000,000 or 1e6.", param_hint=flag
+        )
+    return str(number)
+
+
+def parse_integer(text: str) -> int | None:
+    """Parse ``"1000000"``, ``"1_000_000"`` or ``"1e6"``. Returns None if the text is not an integer."""
+    number = Fraction(text.replace("_", "")) if re.fullmatch(_NUMBER, text) else None
+    return int(number) if number is not None and number.denominator == 1 else None
 
 
 def parse_branches(segment_lengths: list[str] | None, dilation_rates: list[str] | None) -> Branches | None:
@@ -247,10 +282,10 @@ def parse_lengths(name: str, values: list[str] | None, *, may_be_none: bool = Tr
         return None
     parts = re.split(r"[,\s]+", ",".join(values).strip(", "))
     for part in parts:
-        if not re.fullmatch(_ENTRY if may_be_none else r"-?\d+", part):
+        if parse_integer(part) is None and not (may_be_none and part == "none"):
             expected, example = ("an integer or none", "2048,none") if may_be_none else ("an integer", "2048,8192")
             raise ValueError(f"{name} = {','.join(values)!r}: {part!r} is not {expected}; write for example {example}.")
-    return tuple(None if part == "none" else int(part) for part in parts)
+    return tuple(map(parse_integer, parts))
 
 
 def add_command(
@@ -263,7 +298,7 @@ def add_command(
         run: called with the checked options. Its errors are reported too.
         first: the options that most users need. ``--help`` shows them first, in this order.
     """
-    kinds, parameters, names = get_type_hints(options), [], []
+    kinds, parameters, flags = get_type_hints(options), [], {}
     declared_by_name = {declared.name: declared for declared in fields(options)}
     for declared in [*map(declared_by_name.pop, first), *declared_by_name.values()]:
         kind, default, info = kinds[declared.name], declared.default, copy(declared.metadata["typer"])
@@ -271,10 +306,11 @@ def add_command(
             info.rich_help_panel = None  # Typer shows the panel without a heading of its own first
         elif isinstance(info, OptionInfo):
             info.rich_help_panel = info.rich_help_panel or "More options"
+        flag = declared.metadata.get("flag")
         if declared.metadata.get("is_named", True):
-            names.append(declared.name)
-        if default is False:
-            info.param_decls = (f"--{declared.name.replace('_', '-')}",)
+            flags[declared.name] = flag or f"--{declared.name.replace('_', '-')}"
+        if default is False or flag:
+            info.param_decls = (flags[declared.name],)
         if _choices(kind):
             kind, info.metavar = str | None, "|".join(_choices(kind))
         if any(get_origin(part) is tuple for part in (kind, *get_args(kind))):
@@ -285,13 +321,16 @@ def add_command(
         parameters.append(parameter.replace(annotation=Annotated[kind, info]))
 
     def call(**given: Any) -> None:
-        with reported_errors(name, names):
+        started, made = time.time(), None
+        with reported_errors(name, flags, lambda: "" if made is None else made.after_interrupt(started)):
             made = options.of(given)
             made.check()
             run(made)
 
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    app.command(name, cls=BranchesCommand, help=inspect.getdoc(options))(call)
+    integers = {flag for part, flag in flags.items() if kinds[part] in (int, int | None)}
+    command = type("Command", (NumbersCommand,), {"integers": frozenset(integers)})
+    app.command(name, cls=command, help=inspect.getdoc(options))(call)
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
@@ -349,20 +388,23 @@ def check_directory(name: str, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def reported_errors(command: str, options: Iterable[str] = ()) -> Iterator[None]:
+def reported_errors(
+    command: str, flags: Mapping[str, str], after_interrupt: Callable[[], str] = lambda: ""
+) -> Iterator[None]:
     """Turn an exception in the ``with`` block into a message on stderr and a ``typer.Exit``.
 
     Args:
         command: name of the command, for the message.
-        options: Python names of the command's parameters. If the message of the exception begins with one of them, the
-            report begins with the option: ``--seq-len`` for ``seq_len``.
+        flags: the command's options, by the Python names of its parameters. If the message of the exception begins with
+            such a name, the report begins with the option: ``--seq-len`` for ``seq_len``.
+        after_interrupt: called after Ctrl-C. Returns a sentence for the user, or "".
     """
     try:
         yield
     except typer.Exit:
         raise
     except KeyboardInterrupt:
-        _print_error("ring-backends: interrupted.")
+        _print_error(" ".join(filter(None, ("ring-backends: interrupted.", after_interrupt()))))
         raise typer.Exit(INTERRUPTED) from None
     except Exception as error:
         if isinstance(error, RankFailedError):
@@ -371,7 +413,7 @@ def reported_errors(command: str, options: Iterable[str] = ()) -> Iterator[None]
             failure, rank = describe(error), os.environ.get("RANK", "0")
             is_named = rank != "0"
         prefix = f"rank {rank}: " if is_named else ""
-        _print_error(f"ring-backends {command}: error: {prefix}{_with_option(failure.text, options)}")
+        _print_error(f"ring-backends {command}: error: {prefix}{_with_flag(failure.text, flags)}")
         raise typer.Exit(failure.status) from None
 
 
@@ -383,8 +425,6 @@ def _print_error(text: str) -> None:
     sys.stderr.flush()
 
 
-def _with_option(text: str, options: Iterable[str]) -> str:
+def _with_flag(text: str, flags: Mapping[str, str]) -> str:
     name = re.split(r"\W", text, maxsplit=1)[0]
-    if name not in set(options):
-        return text
-    return f"--{name.replace('_', '-')}: {text.removeprefix(name + ': ')}"
+    return f"{flags[name]}: {text.removeprefix(name + ': ')}" if name in flags else text

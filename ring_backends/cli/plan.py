@@ -70,13 +70,13 @@ class PlanOptions(PatternOptions):
     heads: int = options.num_heads(8, max=65_536)
     kv_heads: int | None = options.num_kv_heads()
     head_dim: int = options.head_dim()
-    batch: int = attention(1, min=1, help="Sequences per call.")
-    dtype: options.Dtype = options.dtype("auto")
+    batch: int = attention(1, min=1, flag="--batch-size", help="Sequences per call.")
+    dtype: options.Dtype = options.dtype()
     causal: bool = options.causal()
     memory: str | None = ranks(
         None,
         metavar="SIZE",
-        help="Memory per rank, for example 80GB. The command prints the smallest ring size that fits into it. "
+        help="Memory per rank, for example 80GiB. The command prints the smallest ring size that fits into it. "
         "Default: the memory that the measurement found.",
     )
     hosts: str | None = ranks(
@@ -188,13 +188,12 @@ class PlanOptions(PatternOptions):
 def run(chosen: PlanOptions) -> None:
     """Compute the estimate, print it, and write the files."""
     import torch
-    from rich.filesize import decimal
 
     from ring_backends.cost.estimate import Estimate
     from ring_backends.cost.model import RingCost
     from ring_backends.kernels import resolve_dtype
     from ring_backends.schedule.layout import SequenceLayout
-    from ring_backends.schedule.ring_schedule import RingSchedule
+    from ring_backends.schedule.ring_schedule import RingSchedule, format_bytes
 
     console = wide_console()
     on_gpu = chosen.device == "cuda" or (chosen.device == "auto" and torch.cuda.is_available())
@@ -220,7 +219,7 @@ def run(chosen: PlanOptions) -> None:
     console.print(_table(estimate))
     console.print(source, soft_wrap=True)
     if between_hosts is not None and hosts is not None:
-        by_order = [decimal(between_hosts[order]) for order in ("rank", "topology")]
+        by_order = [format_bytes(between_hosts[order]) for order in ("rank", "topology")]
         console.print(
             f"Forward and backward send {by_order[0]} between the {len(set(hosts)):,} hosts with "
             f'ring_order="rank", and {by_order[1]} with ring_order="topology".',
@@ -296,9 +295,8 @@ def _table(estimate: Estimate) -> Table:
 
 
 def _column(cost: dict[str, Any]) -> dict[str, str]:
-    from rich.filesize import decimal
-
     from ring_backends.cost.estimate import format_seconds
+    from ring_backends.schedule.ring_schedule import format_bytes
 
     sizes = {
         "query, key, value, out and their gradients": cost["tensor_bytes"],
@@ -310,7 +308,7 @@ def _column(cost: dict[str, Any]) -> dict[str, str]:
         **{f"sent {direction}": size for direction, size in cost["bytes_sent"].items()},
     }
     return {
-        **{label: decimal(size) for label, size in sizes.items()},
+        **{label: format_bytes(size) for label, size in sizes.items()},
         **{f"GFLOP {direction}": f"{flops / 1e9:,.2f}" for direction, flops in cost["flops"].items()},
         **{f"{direction}, estimated": format_seconds(seconds) for direction, seconds in cost["seconds"].items()},
     }
@@ -328,11 +326,13 @@ def parse_bytes(name: str, text: str | None) -> int | None:
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([A-Za-z]*)", text.strip())
     if found is None or found[2].lower() not in _UNITS:
         raise ValueError(
-            f"{name} = {text!r}: not a size in bytes; write a number and a unit, for example 80GB or 40GiB."
+            f"{name} = {text!r}: not a size in bytes; write a number and a unit, for example 80GiB or 80GB."
         )
     size = int(Fraction(found[1]) * _UNITS[found[2].lower()])
     if not found[2] and size < 10**6:
-        raise ValueError(f"{name} = {text!r}: {text.strip()} bytes, as there is no unit; {text.strip()}GB? Add a unit.")
+        raise ValueError(
+            f"{name} = {text!r}: {text.strip()} bytes, as there is no unit; {text.strip()}GiB? Add a unit."
+        )
     if size < 1:
         raise ValueError(f"{name} = {text!r}: must be at least one byte; give a larger size.")
     if size >= 2**62:

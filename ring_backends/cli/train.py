@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,18 @@ from ring_backends.cli.text import Document, standard_library_sources
 _LONGEST_TIMEOUT = 365 * 24 * 3600
 
 _model, _training = (partial(option, panel=panel) for panel in ("Model", "Text and training"))
+
+
+def options_path(checkpoint: Path) -> Path:
+    """The file beside a checkpoint that holds the options of the run. It is written after each checkpoint."""
+    return checkpoint.with_name(checkpoint.name + ".options.json")
+
+
+def saved_since(checkpoint: Path, started: float) -> bool:
+    """Whether a run has saved the checkpoint since ``started``, in seconds since the epoch."""
+    with contextlib.suppress(OSError):
+        return options_path(checkpoint).stat().st_mtime >= started
+    return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +49,7 @@ class TrainOptions(PatternOptions):
     seq_len: int = options.seq_len(131072)
     num_heads: int = options.num_heads(4)
     num_kv_heads: int | None = options.num_kv_heads()
-    dtype: options.Dtype = options.dtype("auto")
+    dtype: options.Dtype = options.dtype()
     kernel: str = _model("auto", metavar="NAME", help="A kernel that `ring-backends info` lists, or auto.")
     embed_dim: int = _model(128, min=1, help="Width of the model.")
     num_layers: int = _model(2, min=1, max=10_000, help="Transformer blocks.")
@@ -75,6 +88,13 @@ class TrainOptions(PatternOptions):
         if self.save is None and (self.resume or self.save_every is not None):
             name = "resume" if self.resume else "save_every"
             raise ValueError(f"{name}: there is no checkpoint without --save; add --save PATH.")
+
+    def after_interrupt(self, started: float) -> str:
+        if self.save is None:
+            return ""
+        if self.save.exists() and (self.resume or saved_since(self.save, started)):
+            return f"To go on from {self.save}, run the same command with --resume."
+        return f"{self.save} had not been saved yet; with --save-every N, it is saved every N steps."
 
     def document(self) -> Document:
         return Document(self.text or standard_library_sources(), self.seq_len)

@@ -28,7 +28,7 @@ from torch import Tensor
 from ring_backends.cli.language_model import LongNetLM, make_optimizer
 from ring_backends.cli.options import parse_ulysses_size
 from ring_backends.cli.output import describe_branches, dtype_name, write_json
-from ring_backends.cli.train import TrainOptions
+from ring_backends.cli.train import TrainOptions, options_path
 from ring_backends.cost.machine import device_name, peak_memory_bytes, select_device
 from ring_backends.kernels import resolve_dtype
 from ring_backends.registry import load_adapter
@@ -40,6 +40,7 @@ from ring_backends.training.losses import cross_entropy_sum
 
 WARMUP_STEPS = 4
 _LINES_OFF_TERMINAL = 20
+_LONGEST_SILENCE = 10.0  # seconds between two lines, if no step takes longer
 
 # Options that may differ between a run and its continuation.
 _MAY_DIFFER_ON_RESUME = (
@@ -80,6 +81,7 @@ class TrainingRun:
         self.world = world_ring(ring)
         self.is_first = not dist.is_initialized() or dist.get_rank() == 0
         self.console = Console(quiet=not self.is_first, highlight=False, soft_wrap=True)
+        self.last_line = time.monotonic()
         self.dtype = resolve_dtype(options.dtype, device)
         torch.manual_seed(options.seed)
         model = LongNetLM(options, backend, ring).to(device, self.dtype)
@@ -259,11 +261,16 @@ class TrainingRun:
             )
 
     def _show(self, record: dict[str, Any], progress: Progress) -> None:
-        """Show one step: in the progress bar on a terminal, otherwise in a line every few steps."""
-        step, steps = record["step"], self.options.steps
+        """Show one step: in the progress bar on a terminal, otherwise in a line every few steps.
+
+        A line is also due if the next step would make the time since the last one longer than ten seconds.
+        """
+        step, steps, now = record["step"], self.options.steps, time.monotonic()
+        is_due = now + record["seconds"] > self.last_line + _LONGEST_SILENCE
         if not progress.disable:
             progress.update(progress.task_ids[0], completed=step, description=self._describe(record))
-        elif step % min(50, max(1, steps // _LINES_OFF_TERMINAL)) == 0 or step == steps:
+        elif is_due or step % min(50, max(1, steps // _LINES_OFF_TERMINAL)) == 0 or step == steps:
+            self.last_line = now
             self.console.print(f"step {step}/{steps}  {self._describe(record)}")
 
     def _describe(self, record: dict[str, Any]) -> str:
@@ -282,11 +289,6 @@ class TrainingRun:
             + f"peak memory {_mebibytes(result['peak_memory_bytes'])} MiB per rank; "
             f"sent {_per_rank([f'{sent:,}' for sent in result['bytes_sent']])} bytes per rank."
         )
-
-
-def options_path(checkpoint: Path) -> Path:
-    """The file beside a checkpoint that holds the options of the run."""
-    return checkpoint.with_name(checkpoint.name + ".options.json")
 
 
 def read_saved(checkpoint: Path, name: str, advice: str) -> dict[str, Any]:

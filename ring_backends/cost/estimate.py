@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from rich.filesize import decimal
-
 from ring_backends.cost.hardware import Hardware
 from ring_backends.cost.model import RingChoice, RingCost, smallest_rings
 from ring_backends.ring.topology import topology_order
-from ring_backends.schedule.ring_schedule import RingSchedule
+from ring_backends.schedule.ring_schedule import RingSchedule, format_bytes
 
 _MAX_POWER = 16  # the largest exponent of the ring sizes 1, 2, 4, …, 65,536
 
@@ -104,7 +102,7 @@ class Estimate:
         found = self.smallest_rings
         if found is None or self.memory_bytes is None:
             return f"{text}."
-        memory = decimal(self.memory_bytes)
+        memory = format_bytes(self.memory_bytes)
         if found.fits is None:
             return f"{text}; no ring fits into {memory} per rank."
         text += f"; the smallest ring that fits into {memory} per rank has {_ranks(found.fits)}"

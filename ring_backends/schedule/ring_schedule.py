@@ -449,7 +449,6 @@ class RingSchedule:
     ) -> str:
         """Tables of the branches and of the ranks, as text. A long ring shows its first, last and busiest ranks."""
         from rich.console import Console
-        from rich.filesize import decimal
         from rich.table import Table
 
         groups = "" if self.ulysses_size == 1 else f" in groups of {self.ulysses_size:,}"
@@ -488,13 +487,21 @@ class RingSchedule:
             ranks.add_row(
                 f"{rank:,}",
                 f"{self.layout.local_len(rank):,}",
-                *(decimal(self.wire_bytes(rank, **sizes, backward=direction)) for direction in (False, True)),
+                *(format_bytes(self.wire_bytes(rank, **sizes, backward=direction)) for direction in (False, True)),
                 f"{self.tile_flops(rank, batch=batch, head_dim=head_dim) / 1e9:,.2f}",
             )
         console = Console(file=io.StringIO(), width=110)
         console.print(branches, ranks)
         assert isinstance(console.file, io.StringIO)
         return console.file.getvalue()
+
+
+def format_bytes(size: int) -> str:
+    """Format a number of bytes with one decimal, in KiB, MiB, GiB, …: ``"635.4 MiB"``."""
+    power = min((max(int(size), 1).bit_length() - 1) // 10, 6)
+    if power == 0:
+        return f"{size} byte{'s' * (size != 1)}"
+    return f"{int(size) / 1024**power:,.1f} {'KMGTPE'[power - 1]}iB"
 
 
 def visible_pairs(rows: Tensor, segment_rows: Tensor, band: int | None, *, is_causal: bool) -> Tensor:

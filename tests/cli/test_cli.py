@@ -6,6 +6,7 @@ Starting ranks takes seconds, so several tests share each such run. Commands tha
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -16,13 +17,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import typer
 from command_line import check_refusal, environment, interrupt, invoke, kill, refused, run, shown, start
 
 import ring_backends
-from ring_backends.cli import training_run
+from ring_backends.cli import app, training_run
 from ring_backends.cli.compare import CompareOptions
 from ring_backends.cli.text import Document, standard_library_sources
-from ring_backends.cli.train import TrainOptions
+from ring_backends.cli.train import TrainOptions, options_path
 from ring_backends.comparison import rank
 from ring_backends.cost.branches import default_branches
 from ring_backends.ring.launch import RankFailedError, launch
@@ -96,7 +98,7 @@ def test_train_help_names_the_options_of_the_contract() -> None:
         ("compare", "--seq-len --nproc-per-node --segment-lengths --dilation-rates --plot --help"),
         ("plan", "--seq-len --ring-size --heads --segment-lengths --dilation-rates --help"),
         ("info", "--verbose --probe --nproc-per-node --dtype --device --json --help"),
-        ("convert", "--num-heads --kind --segment-lengths --dilation-rates --seq-len --help"),
+        ("convert", "--heads --kind --segment-lengths --dilation-rates --seq-len --help"),
     ],
 )
 def test_help_shows_the_options_first_that_most_users_need(command: str, first: str) -> None:
@@ -126,7 +128,7 @@ def test_errors_of_the_parser(arguments: str) -> None:
         ("--segment-lengths 64,512 --dilation-rates 1,-2", r"--dilation-rates: dilation_rates\[1\] = -2"),
         ("--segment-lengths 8 --dilation-rates 1 2", "--segment-lengths: segment_lengths has 1 entries"),
         ("--head-mode some", "--head-mode: head_mode = 'some'"),
-        ("--head-mode grouped --num-heads 2", "--head-mode: head_mode='grouped' with 2 heads"),
+        ("--head-mode grouped --heads 2", "--head-mode: head_mode='grouped' with 2 heads"),
         ("--layout zig", "--layout: layout = 'zig': .* contiguous, zigzag"),
         ("--dtype fp8", "--dtype: dtype = 'fp8'"),
         ("--ulysses-size 3", "--ulysses-size: ulysses_size = 3: must divide the 4 query heads"),
@@ -147,6 +149,36 @@ def test_errors_of_the_parser(arguments: str) -> None:
 )
 def test_an_error_is_one_line_that_names_the_option(arguments: str, line: str) -> None:
     check_refusal(line, f"train {arguments}")
+
+
+@pytest.mark.parametrize("text", ["8192", "8_192", "8,192", "8.192e3", "81.92E+2"])
+def test_integers_may_be_written_with_separators_and_exponents(text: str) -> None:
+    options = "--ring-size 2 --latency 1 --bandwidth 1 --flops 1 --dilation-rates 1,2"
+    for words in (f"--seq-len {text}", f"--seq-len={text}"):
+        of_branch = text.replace(",", "")
+        printed = shown(f"plan {words} {options} --segment-lengths {of_branch} none")
+        assert "8,192 tokens" in printed
+        assert "│      0 │          8,192 │" in printed
+
+
+@pytest.mark.parametrize("text", ["1M", "1.5", "1,00", "1e-3", "", "_1", "--heads"])
+def test_other_integers_are_refused_with_an_example(text: str) -> None:
+    done = invoke("plan --ring-size 2 --seq-len", text)
+    assert done.exit_code == 2
+    assert (
+        f"--seq-len: {text!r} is not an integer; write for example 1000000, 1_000_000, 1,000,000 or 1e6" in done.output
+    )
+
+
+def test_an_option_has_one_name_and_one_default_dtype_in_every_command() -> None:
+    commands = {name: command.params for name, command in typer.main.get_command(app).commands.items()}
+    flags_of: dict[str, set[str]] = {}
+    for params in commands.values():
+        for param in params:
+            flags_of.setdefault(str(param.name).removeprefix("num_"), set()).add(param.opts[0])
+    assert {name: flags for name, flags in flags_of.items() if len(flags) > 1} == {}
+    defaults = {name: param.default for name, params in commands.items() for param in params if param.name == "dtype"}
+    assert defaults == dict.fromkeys(("train", "compare", "plan", "info"), "auto")
 
 
 def test_results_do_not_replace_an_input(tmp_path: Path) -> None:
@@ -270,7 +302,7 @@ def test_lists_with_spaces_a_text_file_and_a_launcher(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     options = "--segment-lengths 16 none --window-lengths none 48 --dilation-rates 1 2 --offset every --seq-len 64"
     options += " --steps 2 --tied --max-grad-norm 1 --json run.json --save checkpoint.pt"
-    more = "--activation-checkpointing --dtype bf16 --num-kv-heads 2 --batch-size 2 --nproc-per-node 3"
+    more = "--activation-checkpointing --dtype bf16 --kv-heads 2 --batch-size 2 --nproc-per-node 3"
     text = shown(f"train {options} {more} --text", tmp_path / "text")
     assert "branches (16, 1), (whole sequence, 2, window 48)" in text
     assert "--nproc-per-node 3 is not used, because a launcher" in text
@@ -281,7 +313,46 @@ def test_lists_with_spaces_a_text_file_and_a_launcher(tmp_path: Path, monkeypatc
         assert found["offset"] == "every"
 
 
+def test_lines_off_a_terminal_come_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, lines = [0.0], [0.0]
+    monkeypatch.setattr(training_run.time, "monotonic", lambda: clock[0])
+    console = mock.Mock(print=lambda text: lines.append(clock[0]))
+    state = mock.Mock(options=mock.Mock(steps=1000), last_line=0.0, console=console)
+    for step in range(1, 50):
+        seconds = 3.0 if step < 40 else 12.0
+        clock[0] += seconds
+        training_run.TrainingRun._show(state, {"step": step, "seconds": seconds}, mock.Mock(disable=True))
+    gaps = [after - before for before, after in itertools.pairwise(lines)]
+    assert gaps == [9.0] * 13 + [12.0] * 10  # a step that takes longer has a line of its own
+
+
 # How ranks end
+
+
+def test_ctrl_c_names_resume_only_if_this_run_saved(tmp_path: Path) -> None:
+    file, started = tmp_path / "run.pt", time.time() - 1
+    branches: dict[str, Any] = {"segment_lengths": (16,), "dilation_rates": (1,)}
+    assert TrainOptions(**branches).after_interrupt(started) == ""
+    options = TrainOptions(**branches, save=file)
+    assert "had not been saved yet; with --save-every N" in options.after_interrupt(started)
+    file.touch()
+    options_path(file).touch()
+    assert options.after_interrupt(started) == f"To go on from {file}, run the same command with --resume."
+    os.utime(options_path(file), (started - 1000, started - 1000))  # an earlier run saved it
+    assert "--resume" not in options.after_interrupt(started)
+    assert "--resume" in TrainOptions(**branches, save=file, resume=True).after_interrupt(started)
+
+
+def test_ctrl_c_prints_what_the_command_advises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ring_backends.cli.launch", interrupted)
+    done = invoke(f"train {SMALL} --save", tmp_path / "run.pt")
+    assert done.exit_code == 130
+    assert done.stderr.startswith("ring-backends: interrupted. ")
+    assert "--save-every" in done.stderr
+    assert invoke(f"train {SMALL}").stderr == "ring-backends: interrupted.\n"
 
 
 def running() -> dict[int, int]:

@@ -40,7 +40,7 @@ def branch_options(branches: Any = ts.BRANCHES) -> str:
 
 def test_convert_and_load_a_slide_encoder(slide_encoder: Path, tmp_path: Path) -> None:
     target = tmp_path / "encoder.pt"
-    printed = shown(f"convert --num-heads 4 {branch_options()}", slide_encoder, target)
+    printed = shown(f"convert --heads 4 {branch_options()}", slide_encoder, target)
     for text in ("LongNetEncoder", "'encoder.'", "2, 24, 4, 40", "(8, 1), (16, 2), (64, 4)", "float64"):
         assert text in printed, printed
     left = printed.partition("Left out")[2]
@@ -57,7 +57,7 @@ def test_convert_and_load_a_slide_encoder(slide_encoder: Path, tmp_path: Path) -
 
 def test_a_segment_of_the_whole_sequence(slide_encoder: Path, tmp_path: Path) -> None:
     target, branches = tmp_path / "to.pt", ((8, None), (1, 4))
-    printed = shown("convert --num-heads 4 --segment-lengths 8,none --dilation-rates 1,4", slide_encoder, target)
+    printed = shown("convert --heads 4 --segment-lengths 8,none --dilation-rates 1,4", slide_encoder, target)
     assert "(8, 1), (whole sequence, 4)" in printed
     x = ts.inputs("encoder", 37)
     got = LongNetEncoder.from_checkpoint(target, ts.attention(branches=branches))(x)
@@ -69,21 +69,21 @@ def test_a_segment_of_the_whole_sequence(slide_encoder: Path, tmp_path: Path) ->
 def test_convert_a_decoder_and_a_converted_file(tmp_path: Path) -> None:
     source, target, again = (tmp_path / name for name in ("lm.pt", "decoder.pt", "again.pt"))
     torch.save(prefixed("module.decoder.", tokens=True), source)
-    printed = shown("convert --num-heads 4", source, target)
+    printed = shown("convert --heads 4", source, target)
     assert "19, 130, 19" in printed
     assert "not given" in printed
     assert "Left out" not in printed
     model = LongNetDecoder.from_checkpoint(target, ts.attention())
     assert_near(model(ts.inputs("decoder", 37)).detach(), ts.reference("decoder", 4, 37))
     options = "--kind decoder --scale-embedding --activation relu --layer-norm-eps 0.1"
-    shown(f"convert --num-heads 3 {options}", source, again)
+    shown(f"convert --heads 3 {options}", source, again)
     model = LongNetDecoder.from_checkpoint(again, ts.attention(), dtype=torch.float32)
     assert (model.layers[0].self_attn.num_heads, model.layer_norm.eps, model.scale) == (3, 0.1, math.sqrt(ts.EMBED_DIM))
     assert model.layers[0].ffn.activation == "relu"
     assert next(model.parameters()).dtype == torch.float32
     # `convert` accepts its own files only with the same options, because the tensors do not show the number of heads.
-    shown("convert --num-heads 4", target, tmp_path / "the same.pt")
-    for options, name in (("--num-heads 3", "num-heads"), ("--num-heads 4 --activation relu", "activation")):
+    shown("convert --heads 4", target, tmp_path / "the same.pt")
+    for options, name in (("--heads 3", "heads"), ("--heads 4 --activation relu", "activation")):
         message = f"--{name}: {name.replace('-', '_')} = .*was written by `convert` with"
         check_refusal(message, f"convert {options}", target, tmp_path / "another.pt")
 
@@ -96,7 +96,7 @@ def test_convert_writes_only_converted_tensors(tmp_path: Path) -> None:
     pieces = flat.split([value.numel() for value in (*parts.values(), unused)])
     views = zip(parts.items(), pieces, strict=False)
     torch.save({name: piece.view(value.shape) for (name, value), piece in views}, source)
-    shown("convert --num-heads 4", source, target)
+    shown("convert --heads 4", source, target)
     assert target.stat().st_size < source.stat().st_size - 700_000
 
 
@@ -104,9 +104,9 @@ def test_convert_replaces_a_file_only_with_force(slide_encoder: Path, tmp_path: 
     target = tmp_path / "there.pt"
     target.write_text("precious")
     message = "--target: target = .*exists already; give another file, or --force"
-    check_refusal(message, "convert --num-heads 4", slide_encoder, target)
+    check_refusal(message, "convert --heads 4", slide_encoder, target)
     assert target.read_text() == "precious"
-    shown("convert --num-heads 4 --force", slide_encoder, target)
+    shown("convert --heads 4 --force", slide_encoder, target)
     LongNetEncoder.from_checkpoint(target, ts.attention())
 
 
@@ -144,14 +144,14 @@ def test_convert_refuses_unusable_files(saved: Any, options: str, text: str, tmp
         source.write_bytes(saved)
     else:
         torch.save(saved, source)
-    error = refused(f"convert --num-heads 4 {options}", source, target)
+    error = refused(f"convert --heads 4 {options}", source, target)
     assert error.startswith("ring-backends convert: error: ")
     assert re.search(text, error), error
     assert [path.name for path in tmp_path.iterdir()] == ["source.pt"]
 
 
 def test_convert_refuses_paths(slide_encoder: Path, tmp_path: Path) -> None:
-    convert, none = "convert --num-heads 4 --force", tmp_path / "none"
+    convert, none = "convert --heads 4 --force", tmp_path / "none"
     check_refusal("--source: source = .*: not a file", convert, none, tmp_path / "to.pt")
     check_refusal("--target: target = .*none is not a directory", convert, slide_encoder, none / "to.pt")
     check_refusal("--target: target = .*: is a directory", convert, slide_encoder, tmp_path)
@@ -159,7 +159,7 @@ def test_convert_refuses_paths(slide_encoder: Path, tmp_path: Path) -> None:
 
 
 def test_a_pattern_that_misplaces_is_accepted_for_shorter_sequences(slide_encoder: Path, tmp_path: Path) -> None:
-    shown(f"convert --num-heads 4 {branch_options(MISPLACED)} --seq-len 10", slide_encoder, tmp_path / "to.pt")
+    shown(f"convert --heads 4 {branch_options(MISPLACED)} --seq-len 10", slide_encoder, tmp_path / "to.pt")
     x = ts.inputs("encoder", 10)
     got = LongNetEncoder.from_checkpoint(tmp_path / "to.pt", ts.attention(branches=MISPLACED))(x)
     assert_near(got.detach(), ts.reference_model(ts.make_state(), x, 4, MISPLACED, False)[-1])

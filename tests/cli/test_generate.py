@@ -60,7 +60,7 @@ def test_top_p_leaves_out_the_unlikely() -> None:
     assert abs(drawn.count(0) / 400 - 0.5 / 0.8) < 0.1
 
 
-SIZES = "--seq-len 512 --steps 2 --embed-dim 16 --num-heads 2"
+SIZES = "--seq-len 512 --steps 2 --embed-dim 16 --heads 2"
 
 
 def train(arguments: str, cwd: Path) -> None:

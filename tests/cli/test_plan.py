@@ -47,7 +47,7 @@ def test_the_command_prints_the_numbers_of_the_model(tmp_path: Path) -> None:
         assert part in text
     last = text.strip().splitlines()[-1]
     assert last.startswith("At 4,096 tokens a ring of 4 pays:")
-    fits, pays = "ring that fits into 1.0 GB per rank has 1 rank", "that fits and pays has 2 ranks."
+    fits, pays = "ring that fits into 953.7 MiB per rank has 1 rank", "that fits and pays has 2 ranks."
     assert f"the smallest {fits}, and the smallest {pays}" in last
 
 
@@ -158,7 +158,7 @@ def test_a_probe_is_read(tmp_path: Path) -> None:
 @pytest.mark.matrix(reason="probes the machine")
 def test_plan_reads_or_takes_the_probes_of_info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "info.json"
-    text = shown("info --probe --dtype fp32 --json", file)
+    text = shown("info --verbose --probe --dtype fp32 --json", file)
     for title in ("Versions", "Devices", "Adapters", "Kernels", "Which dtype", "How a hop travels", "Two local ranks"):
         assert title in text
     assert "NCCL" in text.partition("How a hop travels")[2].partition("Two local ranks")[0]
@@ -198,14 +198,14 @@ def test_plan_reads_or_takes_the_probes_of_info(tmp_path: Path, monkeypatch: pyt
         ("--dtype int8", "--dtype", "'int8'"),
         ("--layout spiral", "--layout", "'spiral'"),
         ("--memory much", "--memory", "'much'"),
-        ("--memory 80", "--memory", "80 bytes, as there is no unit; 80GB?"),
+        ("--memory 80", "--memory", "80 bytes, as there is no unit; 80GiB?"),
         (f"--memory {'9' * 400}GB", "--memory", "must be below 2**62 bytes"),
         ("--ring-size 65537", "--ring-size", "65536"),
         ("--heads 65537", "--heads", "65536"),
         ("--segment-lengths 65536 --dilation-rates 65536 --offset every", "dilation_rates = [65536]", "65,536 heads"),
         ("--seq-len 1000000000000000", "--seq-len", "have 1.6e+19 bytes; give less"),
         ("--head-dim 1000000000000000000", "head_dim = 1000000000000000000", "give less than 2.9e+17"),
-        ("--batch 1000000000000000000", "batch = 1000000000000000000", "give less than 2.9e+17"),
+        ("--batch-size 1000000000000000000", "batch = 1000000000000000000", "give less than 2.9e+17"),
         ("--latency 0", "--latency", "0.0"),
         ("--bandwidth -1", "--bandwidth", "-1.0"),
         ("--host-latency 0", "--host-latency", "0.0"),
@@ -232,7 +232,7 @@ def test_wrong_arguments_are_refused_by_name(arguments: str, option: str, messag
     ("arguments", "sentence"),
     [
         ("--ring-size 4 --memory 80B", "no ring fits into 80 bytes per rank."),
-        ("--ring-size 4 --memory 80kB", "no ring fits into 80.0 kB per rank."),
+        ("--ring-size 4 --memory 80kB", "no ring fits into 78.1 KiB per rank."),
         # Fewer tokens per rank than the largest dilation rate, so that many ranks have no row.
         ("--ring-size 65536", "a ring of 65,536 pays"),
         ("--ring-size 65536 --buffer-bytes 0", "a ring of 65,536 does not pay"),

@@ -43,7 +43,7 @@ def test_inputs_are_the_same_however_they_are_sharded(layout: LayoutKind) -> Non
             assert torch.equal(local, ring.shard(global_))
 
 
-SMALL = "--seq-len 512 --num-heads 4 --num-kv-heads 2 --head-dim 8 --repeats 2"
+SMALL = "--seq-len 512 --heads 4 --kv-heads 2 --head-dim 8 --repeats 2"
 
 
 EVERY_ADAPTER = pytest.mark.matrix(reason="starts two ranks for each adapter")
@@ -215,9 +215,9 @@ def test_the_slowest_rank_counts_and_adapters_that_do_not_run_have_a_row(turns: 
     done = invoke("compare --repeats 3 --json", tmp_path / "compare.json")
     printed = [" ".join(line.split()) for line in done.stdout.splitlines()]
     lines = {line.split("  ")[0].strip(): " ".join(line.split()) for line in done.stdout.splitlines()}
-    assert lines["native"] == "native 2.500 s 2.000 s 5 MiB 3.0 kB 5e-07 5e-07 5e-07 5e-07 CPU with 1 thread per rank"
+    assert lines["native"] == "native 2.500 s 2.000 s 5 MiB 2.9 KiB 5e-07 5e-07 5e-07 5e-07 CPU with 1 thread per rank"
     assert printed[printed.index(lines["native"]) + 1] == "1.000–3.000 2.000–8.000"
-    assert lines["one rank"].startswith("one rank 12.000 s 12.000 s 3 MiB 3.0 kB")
+    assert lines["one rank"].startswith("one rank 12.000 s 12.000 s 3 MiB 2.9 KiB")
     assert lines["absent"] == "absent - - - - - - - - unusable: absent is not installed; pip install absent"
     assert lines["broken"] == "broken - - - - - - - - failed: RuntimeError: it broke"
     assert done.exit_code == 1
@@ -234,7 +234,7 @@ def test_the_slowest_rank_counts_and_adapters_that_do_not_run_have_a_row(turns: 
 
 def test_the_default_pattern_equals_that_of_train(turns: list[str]) -> None:
     assert invoke("compare --repeats 3").stdout.startswith(
-        "65,536 tokens, contiguous, causal, 8 heads of 64, fp32; branches (256, 1), (4096, 8), (65536, 32); ring of 2"
+        "65,536 tokens, contiguous, causal, 8 heads of 64, auto; branches (256, 1), (4096, 8), (65536, 32); ring of 2"
     )
 
 
@@ -256,7 +256,7 @@ def test_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("--num-heads 6 --num-kv-heads 4", "--num-kv-heads: num_kv_heads = 4: must divide the 6 query heads"),
+        ("--heads 6 --kv-heads 4", "--kv-heads: num_kv_heads = 4: must divide the 6 query heads"),
         ("--window-lengths 64", "--window-lengths: window_lengths has 1 entries and segment_lengths has 3"),
         ("--layout zig", "--layout: layout = 'zig': .* contiguous, zigzag"),
     ],
