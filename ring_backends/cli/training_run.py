@@ -82,6 +82,7 @@ class TrainingRun:
         self.is_first = not dist.is_initialized() or dist.get_rank() == 0
         self.console = Console(quiet=not self.is_first, highlight=False, soft_wrap=True)
         self.last_line = time.monotonic()
+        self.options_are_own = options.resume  # whether the options beside the checkpoint are those of this run
         self.dtype = resolve_dtype(options.dtype, device)
         torch.manual_seed(options.seed)
         model = LongNetLM(options, backend, ring).to(device, self.dtype)
@@ -198,11 +199,12 @@ class TrainingRun:
         # is replaced.
         if self.is_first and not path.exists():
             self._write_options(path)
-        elif self.is_first and not self.options.resume:
+        elif self.is_first and not self.options_are_own:
             options_path(path).unlink(missing_ok=True)
         self.state.save(path)
         if self.is_first:
             self._write_options(path)
+        self.options_are_own = True
 
     def _write_options(self, checkpoint: Path) -> None:
         text = json.dumps(self._plain_options(), indent=2) + "\n"

@@ -329,6 +329,22 @@ def test_lines_off_a_terminal_come_every_ten_seconds(monkeypatch: pytest.MonkeyP
 # How ranks end
 
 
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_run_that_ends_in_a_later_save_can_be_resumed(is_resumed: bool, tmp_path: Path) -> None:
+    file = tmp_path / "run.pt"
+    for path in (file, options_path(file)):
+        path.write_text("of an earlier run")
+    options = mock.Mock(save=file)
+    state = mock.Mock(options=options, is_first=True, options_are_own=is_resumed)
+    state._write_options = lambda path: options_path(path).write_text("own")
+    seen: list[bool] = []
+    state.state.save = lambda path: seen.append(options_path(path).exists())
+    for _ in range(2):
+        training_run.TrainingRun._save(state)
+    assert seen == [is_resumed, True]
+    assert options_path(file).read_text() == "own"
+
+
 def test_ctrl_c_names_resume_only_if_this_run_saved(tmp_path: Path) -> None:
     file, started = tmp_path / "run.pt", time.time() - 1
     branches: dict[str, Any] = {"segment_lengths": (16,), "dilation_rates": (1,)}
