@@ -197,6 +197,18 @@ def test_workflows_run_the_commands_of_the_readme_and_of_ci() -> None:
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
+def test_tox_list_shows_whole_descriptions() -> None:
+    """With factors, tox takes each line for one of its own. A continued line would be shown for every factor."""
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(ROOT / "tox.ini")
+    for section in tox.sections():
+        text = tox[section].get("description", "")
+        lines = text.split("\n")
+        assert len(lines) == 1 or lines[0] == ""
+        assert all(re.match(r"[a-z\d,]+: ", line) for line in lines[1:]), (section, text)
+        assert all(len(line) <= 105 for line in lines), (section, text)
+
+
 def test_tox_pins_releases_the_package_accepts_and_the_tools_that_dev_installs(metadata: Message) -> None:
     tox = configparser.ConfigParser(interpolation=None)
     tox.read(ROOT / "tox.ini")
