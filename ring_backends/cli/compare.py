@@ -33,7 +33,8 @@ class CompareOptions(BranchOptions):
     Time: seconds of forward and of backward. Each is the median of the
     timed calls, with the least and the most below it. A call takes as long
     as its slowest rank. The methods take turns, so background load affects
-    all of them. Methods whose times overlap are not ranked.
+    all of them. Methods whose times overlap are not ranked. The processes
+    of all methods run until the end, but hold inputs in their turns only.
 
     Memory: the peak memory of the first call, without its inputs, on the
     rank that needs most. On the CPU this is the increase of the resident
