@@ -147,11 +147,13 @@ class _RowFunction(ABC):
     Attributes:
         rows: the dimension of the rows in each argument that has rows. Dimension 0 is the batch.
         out_rows: the dimension of the rows in the result.
+        results: the argument that the result has the shape of.
         needs: names that the parameters of the function must have.
     """
 
     rows: ClassVar[Mapping[str, int]]
     out_rows: ClassVar[int]
+    results: ClassVar[str] = "hidden_states"
     needs: ClassVar[frozenset[str]]
 
     def cut(self, called: _Called, rows: range, entry: int | None = None) -> _Called:
@@ -165,17 +167,17 @@ class _RowFunction(ABC):
         return called.with_changes(**changes, **marks)
 
     def alone(self, called: _Called) -> Any:
-        """Each row as a sequence of its own."""
-        changes, batch, num_rows = {}, 0, 0
+        """What a probe gets instead of the results: rows that depend on their own arguments alone."""
+        results: Tensor = called[self.results]
+        factors = torch.ones((), device=results.device)
         for name, dim in self.rows.items():
             if called[name] is not None:
-                by_row = called[name].movedim(dim, 1)
-                batch, num_rows = by_row.shape[:2]
-                changes[name] = by_row.flatten(0, 1).unsqueeze(dim)
-        result = called.with_changes(**changes)()
-        out = result[0] if isinstance(result, tuple) else result
-        whole = out.squeeze(self.out_rows).unflatten(0, (batch, num_rows)).movedim(1, self.out_rows)
-        return (whole, *result[1:]) if isinstance(result, tuple) else whole
+                rows = called[name].movedim(dim, 1).flatten(2).float()
+                weights = torch.linspace(-1, 1, rows.shape[2], device=rows.device)
+                factors = factors + torch.asinh(rows @ weights)
+        by_row = results.movedim(self.out_rows, -1)  # [batch, …, rows]
+        by_row = by_row * factors.unflatten(0, (-1, *[1] * (by_row.dim() - 2)))
+        return by_row.to(results.dtype).movedim(-1, self.out_rows)
 
     @abstractmethod
     def on_ring(self, called: _Called, sequence: CalledSequence) -> Any:
@@ -272,6 +274,9 @@ class _Recurrence(_RowFunction):
             last_state = from_last_row(sequence.ring, sequence.seq_len, after + last.state)
         return self.result(called, out, last_state)
 
+    def alone(self, called: _Called) -> Any:
+        return self.result(called, super().alone(called), None)
+
     def result(self, called: _Called, out: Tensor, last_state: Tensor | None) -> Any:
         """The result in the form in which the function returns it."""
         return out if last_state is None else (out, last_state)
@@ -329,6 +334,7 @@ class _DeltaRule(_Recurrence):
 
     rows = dict.fromkeys(("query", "key", "value", "g", "beta"), 1)
     out_rows = 1
+    results = "value"
     needs = frozenset((*rows, "initial_state", "output_final_state"))
     is_matrix = True
     asks_for_state = "output_final_state"
