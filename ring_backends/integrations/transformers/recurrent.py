@@ -100,6 +100,9 @@ class _RunningLayer:
 
 _running: ContextVar[_RunningLayer | None] = ContextVar("running_layer", default=None)
 
+_all_running: list[_RunningLayer] = []
+"""The layers that are running in all threads. torch.compile can trace this list, and no ContextVar."""
+
 
 @dataclass(frozen=True)
 class _Called:
@@ -519,13 +522,13 @@ def _dispatcher(function: Callable[..., Any], of_rows: _RowFunction) -> Callable
 
     @functools.wraps(function)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
+        return compute(args, kwargs) if _all_running else function(*args, **kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def compute(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = _running.get()
         if layer is None:
             return function(*args, **kwargs)
-        return compute(layer, args, kwargs)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def compute(layer: _RunningLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         called = _Called(function, names, args, kwargs)
         layer.passed.append(of_rows.describe(called))
         if is_probing.get():
@@ -673,15 +676,21 @@ class RecurrentLayers:
         """Begin a call of a layer."""
         self.outer.append(_running.get())
         _running.set(None)
-        _running.set(self._begin(layer, args, kwargs))
+        running = self._begin(layer, args, kwargs)
+        _running.set(running)
+        if running is not None:
+            _all_running.append(running)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after(self, layer: nn.Module, args: Any, output: Any) -> None:
         """End a call of a layer."""
         running = _running.get()
-        if running is not None and layer not in self.registration.layers:
-            self.registration.layers[layer] = "; ".join(dict.fromkeys(filter(None, running.passed)))
         _running.set(self.outer.pop())
+        if running is None:
+            return
+        _all_running.remove(running)
+        if layer not in self.registration.layers:
+            self.registration.layers[layer] = "; ".join(dict.fromkeys(filter(None, running.passed)))
 
     def _begin(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _RunningLayer | None:
         names = _own_forward(layer).__code__.co_varnames[1:]  # without self
