@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from native_ranks import on_ring
-from recurrent_models import KINDS, Batch, alone, assert_equal, make_model, on_ranks
+from native_ranks import assert_near, on_ring
+from recurrent_models import KINDS, Batch, alone, assert_equal, computed, logits_of, make_model, on_ranks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers_checks import PRELOAD as PRELOAD
+from transformers_checks import Computed, compare
 
+from ring_backends import Ring
+from ring_backends.integrations.transformers import register, remove_ring, shard_inputs, use_ring
+from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.rings import LAYOUTS, RingSpec
 from ring_backends.testing.world import World
@@ -20,14 +28,15 @@ PACKED = ((3, 13, 8, 24), (7, 38, 3))
 """Documents of which some share a rank, one begins with the rows of a rank, and one lies on all ranks."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_early_token_changes_late_logits(kind: str) -> None:
+def test_early_tokens_change_late_logits() -> None:
     """Otherwise a ring that passes nothing on would be equal, too."""
-    model, tokens = make_model(kind), Batch(32).inputs["input_ids"]
+    tokens = Batch(32).inputs["input_ids"]
     changed = tokens.clone()
-    changed[:, 15] = tokens[:, 15] % 7 + 1 + (tokens[:, 15] % 7 + 1 == tokens[:, 15])
-    first, second = (model(input_ids=x).logits for x in (tokens, changed))
-    assert (first - second)[:, 16:].abs().max() > 0.01
+    changed[:, 15] = tokens[:, 15] % 22 + 1
+    for kind in KINDS:
+        model = make_model(kind)
+        first, second = (model(input_ids=x).logits for x in (tokens, changed))
+        assert (first - second)[:, 16:].abs().max() > 0.01, kind
 
 
 def batches_of(kind: str, size: int) -> list[Batch]:
@@ -36,19 +45,214 @@ def batches_of(kind: str, size: int) -> list[Batch]:
     return [Batch(61, right=17), Batch(40, left=17), *packed, Batch(size), Batch(2 * size + 1)]
 
 
-def check(world: World, kind: str, size: int, layout: Any) -> None:
-    batches = batches_of(kind, size)
-    spec = RingSpec(str(size), (tuple(range(size)),), "size")
-    assert_equal(world.run(on_ring, on_ranks, kind, batches, layout=layout, rings=spec), alone(kind, batches), batches)
+def check(world: World, kind: str, size: int, layouts: Iterable[Any]) -> None:
+    batches, spec = batches_of(kind, size), RingSpec(str(size), (tuple(range(size)),), "size")
+    wanted = alone(kind, batches)
+    for layout in layouts:
+        assert_equal(world.run(on_ring, on_ranks, kind, batches, layout=layout, rings=spec), wanted, batches)
 
 
-@pytest.mark.parametrize("layout", matrix_but("zigzag", of=LAYOUTS))
 @pytest.mark.parametrize("kind", matrix_but(*QUICK, of=KINDS))
-def test_rings_of_two(pair: World, kind: str, layout: Any) -> None:
-    check(pair, kind, 2, layout)
+def test_rings_of_two(pair: World, kind: str) -> None:
+    check(pair, kind, 2, LAYOUTS)
 
 
-@pytest.mark.parametrize("layout", matrix_but(of=LAYOUTS))
-@pytest.mark.parametrize("kind", matrix_but(of=KINDS))
-def test_rings_of_three(worlds: Callable[[int], World], kind: str, layout: Any) -> None:
-    check(worlds(3), kind, 3, layout)
+@pytest.mark.parametrize("kind", matrix_but(of=("qwen3_next", "kimi_linear", "bamba", "jamba", "lfm2", "minimax")))
+def test_rings_of_three(worlds: Callable[[int], World], kind: str) -> None:
+    check(worlds(3), kind, 3, ("zigzag",))
+
+
+# --- activation checkpointing, copies, adapters -----------------------------------------------------------------------
+
+LENGTHS = (Batch(31), Batch(44, right=9))
+
+
+def with_outstanding_backwards(ring: Ring | None, kind: str, way: str) -> list[Computed]:
+    """Both forwards come before both backwards."""
+    model = make_model(kind).train()
+    if ring is not None:
+        use_ring(model, ring)
+    if way == "wrapper":
+        apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, GradientCheckpointingLayer))
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": way == "reentrant"})
+    outputs = [model(**batch.inputs) for batch in LENGTHS]
+    return [computed(model, found.logits, batch, ring) for found, batch in zip(outputs, LENGTHS, strict=True)]
+
+
+CHECKPOINTED = product(("qwen3_next", "bamba", "mamba", "jamba", "minimax"), ("reentrant", "not reentrant", "wrapper"))
+
+
+@pytest.mark.parametrize(
+    "case", matrix_but(("jamba", "reentrant"), of=sorted({*CHECKPOINTED} - {("mamba", "wrapper")})), ids=str
+)
+def test_activation_checkpointing_with_two_outstanding_backwards(pair: World, case: tuple[str, str]) -> None:
+    """The arguments of the first call still hold in its backward."""
+    found = pair.run(on_ring, with_outstanding_backwards, *case, layout="zigzag")
+    assert_equal(found, with_outstanding_backwards(None, *case), LENGTHS)
+
+
+def test_wrapped_blocks_that_get_no_arguments(pair: World) -> None:
+    """Their layers cannot find their rows when torch's own wrapper computes the blocks again."""
+    found = pair.run(on_ring, ending_of_wrapped_blocks)
+    for ended in found:
+        ended.check(ValueError, "MambaMixer does not know", "call model.gradient_checkpointing_enable()")
+
+
+def ending_of_wrapped_blocks(ring: Ring) -> Ended:
+    return ending(with_outstanding_backwards, ring, "mamba", "wrapper")
+
+
+def with_lora(ring: Ring | None, kind: str) -> list[Computed]:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=r".*(in_proj\w*|q_proj|o_proj)", init_lora_weights=False)
+    torch.manual_seed(3)
+    model = peft.get_peft_model(make_model(kind), config).train()
+    if ring is not None:
+        use_ring(model, ring)
+    batch = LENGTHS[1]
+    return [computed(model, model(**batch.inputs).logits, batch, ring)]
+
+
+@pytest.mark.parametrize("kind", matrix_but("qwen3_next", of=("qwen3_next", "jamba", "nemotron_h")))
+def test_lora(pair: World, kind: str) -> None:
+    wanted = with_lora(None, kind)
+    assert {name.rpartition("lora_")[1] for name in wanted[0].gradients} == {"lora_"}
+    assert_equal(pair.run(on_ring, with_lora, kind), wanted, LENGTHS[1:])
+
+
+def with_a_loss(ring: Ring | None, kind: str) -> Computed:
+    """The loss of next tokens and of routers, and the gradients of it."""
+    model = make_model(kind, output_router_logits=True, router_aux_loss_coef=0.5).train()
+    if ring is not None:
+        use_ring(model, ring)
+    inputs = LENGTHS[1].inputs
+    outputs = model(**inputs, labels=inputs["input_ids"].where(LENGTHS[1].rows, -100))
+    (outputs.loss / (1 if ring is None else ring.size)).backward()
+    assert outputs.aux_loss > 0
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return Computed(torch.zeros(1), gradients, float(outputs.loss))
+
+
+@pytest.mark.parametrize("kind", matrix_but("jamba", of=("jamba", "qwen3_next")))
+def test_router_losses(pair: World, kind: str) -> None:
+    verdict = compare(pair.run(on_ring, with_a_loss, kind), with_a_loss(None, kind), None, 1e-5)
+    assert verdict.status == "EQUAL", verdict.why
+
+
+def with_others(ring: Ring, kind: str) -> list[Any]:
+    """Calls of several models of one class: on a ring, alone, and on a ring of another layout."""
+    (batch,) = ONE_BATCH
+    model, other, zigzag = make_model(kind), make_model(kind, seed=1), make_model(kind, seed=2)
+    use_ring(model, ring)
+    use_ring(zigzag, ring.with_layout("zigzag"))
+    copied = copy.deepcopy(model)
+    found = {
+        "on the ring": ring.unshard(model(**batch.inputs).logits, seq_len=batch.length),
+        "alone": other(**batch.inputs).logits,
+        "zigzag": ring.with_layout("zigzag").unshard(zigzag(**batch.inputs).logits, seq_len=batch.length),
+        "copied": ring.unshard(copied(**batch.inputs).logits, seq_len=batch.length),
+    }
+    remove_ring(model)
+    found["removed"] = model(**batch.inputs).logits
+    found["still on the ring"] = ring.unshard(copied(**batch.inputs).logits, seq_len=batch.length)
+    remove_ring(copied)
+    found["removed from the copy"] = copied(**batch.inputs).logits
+    text = model.generate(**batch.inputs, max_new_tokens=3, do_sample=False, use_cache=True)
+    return [{name: logits.detach() for name, logits in found.items()}, text]
+
+
+ONE_BATCH = (Batch(37, left=5),)
+
+
+@pytest.mark.parametrize("kind", matrix_but("jamba", of=("jamba", "qwen3_5_text", "minimax")))
+def test_copies_and_models_beside_those_on_a_ring(pair: World, kind: str) -> None:
+    models = [make_model(kind, seed=seed) for seed in range(3)]
+    of_model, of_other, of_zigzag = (logits_of(model, ONE_BATCH[0]).detach() for model in models)
+    text = models[0].generate(**ONE_BATCH[0].inputs, max_new_tokens=3, do_sample=False, use_cache=True)
+    rows = ONE_BATCH[0].rows
+    for found, generated in pair.run(on_ring, with_others, kind):
+        assert torch.equal(generated, text)
+        for name, logits in found.items():
+            wanted = {"alone": of_other, "zigzag": of_zigzag}.get(name, of_model)
+            assert_near(logits[rows], wanted[rows], 1e-4)
+
+
+# --- shard_inputs -----------------------------------------------------------------------------------------------------
+
+
+def with_local_rows(ring: Ring, kind: str, batch: Batch, use_cache: bool) -> list[Computed]:
+    model = make_model(kind, use_cache=use_cache)
+    register(ring, model=model)
+    outputs = model(**shard_inputs(ring, **batch.inputs))
+    assert outputs.get("cache") is None
+    return [computed(model, outputs.logits, batch, ring)]
+
+
+@pytest.mark.parametrize("kind", matrix_but("jamba", of=("jamba", "mamba", "bamba", "qwen3_next", "lfm2", "minimax")))
+def test_shard_inputs_with_the_default_of_use_cache(pair: World, kind: str) -> None:
+    """There are fewer rows than the window of a convolution."""
+    for batch in (Batch(5), Batch(30, left=7)):
+        found = pair.run(on_ring, with_local_rows, kind, batch, True, layout="zigzag")
+        assert_equal(found, alone(kind, [batch]), [batch])
+
+
+def refusals(ring: Ring, kind: str) -> dict[str, Ended]:
+    """How calls end that a ring does not compute."""
+    model, batch = make_model(kind), Batch(9)
+    register(ring, model=model)
+    local = shard_inputs(ring, **batch.inputs)
+    with torch.no_grad():
+        model(**local)
+        found = {"cache": ending(model, **local, use_cache=True)}
+        found["other rows"] = ending(model, **Batch(local["input_ids"].shape[1]).inputs)
+        found["one row"] = ending(model, **shard_inputs(ring, **Batch(2, right=1).inputs))
+    return found
+
+
+@pytest.mark.parametrize("kind", matrix_but("jamba", of=("jamba", "mamba", "mamba2", "qwen3_next", "lfm2", "minimax")))
+def test_calls_that_are_refused(pair: World, kind: str) -> None:
+    """Rows that do not come from shard_inputs() are refused, as many as there were in the call before."""
+    for found in pair.run(on_ring, refusals, kind):
+        found["cache"].check(ValueError, "use_cache = True: not supported by a ring; leave it out.")
+        found["other rows"].check(ValueError, "does not know which rows of a sequence it gets")
+        if kind != "mamba":  # transformers masks also a single row of it
+            found["one row"].check(ValueError, "gets one row on this rank", "pad the sequence to at least 4 tokens")
+
+
+def test_one_row_with_padding(pair: World) -> None:
+    batches = (Batch(2, right=1), Batch(2, left=1))
+    assert_equal(pair.run(on_ring, on_ranks, "mamba", batches), alone("mamba", batches), batches)
+
+
+def refused_documents(ring: Ring) -> Ended:
+    model = make_model("minimax")
+    use_ring(model, ring)
+    return ending(model, **Batch(48, documents=PACKED).inputs)
+
+
+def test_packed_documents_with_lightning_attention(pair: World) -> None:
+    for found in (refused_documents(Ring()), *pair.run(on_ring, refused_documents)):
+        found.check(
+            ValueError, "document_ids are given: MiniMaxLightningAttention does not keep packed documents apart"
+        )
+
+
+def by_name(ring: Ring, kind: str) -> Ended:
+    register(ring, probe=False)
+    model = make_model(kind)
+    model.set_attn_implementation("ring_dilated")
+    return ending(model, **shard_inputs(ring, **Batch(9).inputs))
+
+
+@pytest.mark.parametrize("kind", matrix_but("qwen3_next", of=("qwen3_next", "falcon_h1", "lfm2", "jamba")))
+def test_models_that_were_not_given_to_register(pair: World, kind: str) -> None:
+    for found in pair.run(on_ring, by_name, kind):
+        found.check(ValueError, "layer_types has ", "in a model that was given to use_ring(), attach() or register(")
+
+
+def test_layers_of_unknown_types() -> None:
+    model = make_model("lfm2")
+    model.config.layer_types = ["conv", "telepathy"]
+    with pytest.raises(ValueError, match="layer_types has telepathy: such layers mix positions without this attention"):
+        use_ring(model, Ring())

@@ -23,8 +23,15 @@ from ring_backends.integrations.transformers.attention import (
     registered,
 )
 from ring_backends.integrations.transformers.inputs import PADDED_BEFORE
-from ring_backends.integrations.transformers.probe import Findings, hooks_of, inner_model, models_of, probe_once
-from ring_backends.integrations.transformers.recurrent import RecurrentLayers
+from ring_backends.integrations.transformers.probe import (
+    Findings,
+    hooks_of,
+    inner_model,
+    models_of,
+    probe_once,
+    takes_use_cache,
+)
+from ring_backends.integrations.transformers.recurrent import RecurrentLayers, recurrent_layers_of
 from ring_backends.ring.ring import Ring
 
 
@@ -89,7 +96,11 @@ class LocalRows:
     def __init__(self, inner: Any, registration: Registration) -> None:
         self.inner, self.own_implementation = inner, inner.config._attn_implementation
         self.recurrent = RecurrentLayers(inner, registration)
-        self.hooks = [part.register_forward_pre_hook(self.check, with_kwargs=True) for part in models_of(inner)]
+        self.hooks = []
+        for part in models_of(inner):
+            self.hooks.append(part.register_forward_pre_hook(self.check, with_kwargs=True))
+            if self.recurrent.layers:
+                self.hooks.append(part.register_forward_hook(self.end, always_call=True))
 
     def check(self, model: Any, args: Any, arguments: dict[str, Any]) -> Any:
         """Check a call of the model, or of one within it."""
@@ -99,7 +110,14 @@ class LocalRows:
         if not self.recurrent.layers:
             return None
         self.recurrent.called = arguments
-        return args, {**arguments, "num_passing": len(self.recurrent.layers)}
+        changes: dict[str, Any] = {"num_passing": len(self.recurrent.layers)}
+        if takes_use_cache(model):
+            changes["use_cache"] = False  # else layers give convolutions further rows, for the cache
+        return args, {**arguments, **changes}
+
+    def end(self, model: Any, args: Any, output: Any) -> None:
+        """End a call of the model, or of one within it."""
+        self.recurrent.called = {}
 
     def remove(self) -> None:
         """Take the hooks off the model, and give it its own attention back."""
@@ -134,6 +152,8 @@ def _check(model: Any, arguments: dict[str, Any]) -> None:
                     f"{cache} is given: key/value caches are not supported by a ring, except those of generate(); "
                     "leave it out."
                 )
+        if arguments.get("use_cache") and recurrent_layers_of(model):
+            raise ValueError("use_cache = True: not supported by a ring; leave it out. generate() sets it.")
         findings = probe_once(model, registration)
         if findings is not None:
             _check_arguments(model, arguments, findings)

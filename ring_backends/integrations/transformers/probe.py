@@ -78,6 +78,12 @@ def models_of(model: nn.Module) -> list[PreTrainedModel]:
     return [part for part in model.modules() if isinstance(part, PreTrainedModel)]
 
 
+def takes_use_cache(model: Any) -> bool:
+    """Whether the forward of a model, or that of its body with further arguments, has the argument ``use_cache``."""
+    own, of_body = (inspect.signature(part.forward).parameters for part in (model, model.base_model))
+    return "use_cache" in own or ("kwargs" in own and "use_cache" in of_body)
+
+
 def inner_model(model: nn.Module) -> Any:
     """The model of transformers within a ``PeftModel``, or the model itself."""
     inner: Any = model
@@ -238,7 +244,9 @@ class Probe:
             self._refuse(f"its forward raised {found}", error)
 
     def _call(self, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-        options = dict.fromkeys({"use_cache", "output_router_logits"} & self.parameters.keys(), False)
+        options = dict.fromkeys({"output_router_logits"} & self.parameters.keys(), False)
+        if takes_use_cache(self.model):
+            options["use_cache"] = False
         outputs = self.outer(**arguments, **options, return_dict=True)
         return {
             name: value for name, value in outputs.items() if isinstance(value, Tensor) and name not in self.ignored

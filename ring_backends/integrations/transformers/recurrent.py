@@ -637,7 +637,7 @@ class RecurrentLayers:
 
     Attributes:
         layers: the layers.
-        called: the arguments of the model's latest call, for the layers that get none of them.
+        called: the arguments of the running call of the model, for the layers that get none of them.
     """
 
     def __init__(self, model: nn.Module, registration: Registration) -> None:
@@ -715,12 +715,15 @@ class RecurrentLayers:
                 raise ValueError(
                     f"document_ids are given: {name} does not keep packed documents apart; give one per batch entry."
                 )
-            if named.get("has_padding") and mask is None and named["hidden_states"].shape[1] == 1:
-                raise ValueError(
-                    f"{name} gets one row on this rank, and transformers masks no padding in one row; pad the sequence "
-                    f"to at least {2 * self.ring.size} tokens."
-                )
+            self._check_mask(name, named["hidden_states"], mask, named)
         return running
+
+    def _check_mask(self, name: str, rows: Tensor, mask: Tensor | None, arguments: Mapping[str, Any]) -> None:
+        if arguments.get("has_padding") and mask is None and rows.shape[1] == 1:
+            raise ValueError(
+                f"{name} gets one row on this rank, and transformers masks no padding in one row; pad the sequence to "
+                f"at least {2 * self.ring.size} tokens."
+            )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def mark_mask(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -731,6 +734,8 @@ class RecurrentLayers:
             return None
         rows = args[0] if args else kwargs["hidden_states"]
         mask = kwargs.get("attention_mask")
+        with self.ring.report_refusals():
+            self._check_mask(type(block).__name__, rows, mask, arguments)
         mask = rows.new_ones(rows.shape[:2], dtype=torch.bool) if mask is None else mask.view_as(mask)
         self.sequences[mask] = sequence
         return args, {**kwargs, "attention_mask": mask}

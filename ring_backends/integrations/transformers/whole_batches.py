@@ -43,7 +43,15 @@ from ring_backends.integrations.transformers.inputs import (
 )
 from ring_backends.integrations.transformers.local_rows import LocalRows
 from ring_backends.integrations.transformers.pooled_heads import PooledHead
-from ring_backends.integrations.transformers.probe import Findings, LabelOf, Probe, hooks_of, inner_model, models_of
+from ring_backends.integrations.transformers.probe import (
+    Findings,
+    LabelOf,
+    Probe,
+    hooks_of,
+    inner_model,
+    models_of,
+    takes_use_cache,
+)
 from ring_backends.integrations.transformers.recurrent import RecurrentLayers, recurrent_layers_of
 from ring_backends.ring.collectives import agree, broadcast
 from ring_backends.ring.describe import checksum, describe
@@ -311,7 +319,7 @@ class ShardedForward:
             self.fused_len = batch["input_ids"].shape[1]
             self.fused_columns = self.fused_len - ("shift_labels" not in given)
             batch["shift_labels"] = labels
-        if "use_cache" in names:
+        if takes_use_cache(self.inner):
             batch["use_cache"] = False
         if self.skips_padding and "position_ids" not in batch and not marks_documents(batch):
             with self.ring.report_refusals():
@@ -364,6 +372,7 @@ class ShardedForward:
     def end(self) -> None:
         """End a call of the model."""
         self.labels = self.fused_len = self.router_rows = self.router_loss = None
+        self.recurrent.called = {}
         if self.head is not None:
             self.head.call = None
 
