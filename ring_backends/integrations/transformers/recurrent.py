@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -390,8 +391,7 @@ class _Mamba2(_Recurrence):
             steps = steps + called["dt_bias"].float()
         if called["dt_softplus"]:
             steps = F.softplus(steps)
-        limits = called["dt_limit"]
-        steps = steps if limits is None else steps.clamp(*limits)
+        steps = steps.clamp(*(called["dt_limit"] or (0.0, math.inf)))
         decays: Tensor = (called["A"].float() * steps).cumsum(1).exp()  # [batch, rows, heads]
         reads = called["C"].float()  # [batch, rows, groups, state size]
 
@@ -607,7 +607,7 @@ def _is_lightning(layer: nn.Module) -> bool:
 
 def _own_forward(layer: nn.Module) -> Any:
     """The forward that the class of a layer defines, without decorators, some of which leave no ``__wrapped__``."""
-    owner = next(base for base in type(layer).__mro__ if "forward" in vars(base))
+    owner: Any = next(base for base in type(layer).__mro__ if "forward" in vars(base))
     forward = inspect.unwrap(owner.forward)
     while forward.__globals__["__name__"] != owner.__module__:
         wrapped = [cell.cell_contents for cell in forward.__closure__ or () if inspect.isfunction(cell.cell_contents)]
@@ -788,7 +788,8 @@ def _lightning(running: _RunningLayer, out: Tensor) -> Tensor:
         expected = torch.einsum("blhd,bmhd,lmh,bmhe->blhe", query, key, weights, value)
         if bool(((expected - out).abs() > 5e-2 * out.abs().max()).any()):
             raise ValueError(f"{type(layer).__name__} computes another recurrence than lightning attention.")
-        return (query * key * value).to(out.dtype)  # each row alone
+        alone: Tensor = (query * key * value).to(out.dtype)
+        return alone
     sequence, ring = running.sequence, running.sequence.ring
     maps = []
     for piece in sequence.pieces:
