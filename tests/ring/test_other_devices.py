@@ -71,7 +71,7 @@ def test_one_device_matches_the_definition(world: World) -> None:
 def test_fp32_needs_no_fp64() -> None:
     """MPS has no fp64."""
     fake_device.dtypes.clear()
-    for name in ("documents, causal, masked", "dropout", "a window to both sides", "a soft cap", "wide values"):
+    for name in ("documents, causal, masked", "dropout in a window", "a soft cap"):
         case = replace(EDGE_CASES[name], dtype=torch.float32)
         call_here(ADAPTER, case, TWO_OF_TWO, device=fake_device.NAME)().sum().backward()
     assert torch.float32 in fake_device.dtypes
