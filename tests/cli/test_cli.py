@@ -453,6 +453,7 @@ def numbered(first: int, fails_at: int) -> Any:
     Path(os.environ["ENDED"]).touch()
 
 
+@needs_proc
 def test_ranks_run_a_generator_step_by_step_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENDED", str(tmp_path / "ended"))
     with start_ranks(numbered, (1, 2), 2) as failing, start_ranks(numbered, (5, 0), 1) as steady:
