@@ -444,28 +444,25 @@ def test_launch_gives_each_rank_its_environment(monkeypatch: pytest.MonkeyPatch)
     assert "RANK" not in os.environ
 
 
-def numbered(first: int, fails_at: int) -> Any:
-    """Yields numbers. Rank 1 fails at one of them."""
-    for number in range(first, first + 3):
-        if number == fails_at and os.environ["RANK"] == "1":
-            raise ValueError(f"{number} is too much")
-        yield number
-    Path(os.environ["ENDED"]).touch()
-
-
 @needs_proc
-def test_ranks_run_a_generator_step_by_step_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ENDED", str(tmp_path / "ended"))
-    with start_ranks(numbered, (1, 2), 2) as failing, start_ranks(numbered, (5, 0), 1) as steady:
-        assert failing.step() == [1, 1]
-        assert steady.step() == [5]
-        with pytest.raises(RankFailedError, match="rank 1: 2 is too much"):
+def test_ranks_run_a_generator_step_by_step_to_its_end(tmp_path: Path) -> None:
+    """``filter(eval, texts)`` is a generator that every rank can import. It yields the texts with a true value."""
+    ended = tmp_path / "ended"
+    fails_on_rank1 = "__import__('os').environ['RANK'] == '0' or int('x')"
+    failing_texts, steady_texts = ("1", fails_on_rank1), ("1", "2", "3", f"open({str(ended)!r}, 'w').close()")
+    with (
+        start_ranks(filter, (eval, failing_texts), 2) as failing,
+        start_ranks(filter, (eval, steady_texts), 1) as steady,
+    ):
+        assert failing.step() == ["1", "1"]
+        assert steady.step() == ["1"]
+        with pytest.raises(RankFailedError, match="rank 1: invalid literal"):
             failing.step()
         assert not children(os.getpid()).isdisjoint(process.pid for process in steady._processes)
         assert children(os.getpid()).isdisjoint(process.pid for process in failing._processes)
-        assert [steady.step(), steady.step()] == [[6], [7]]
-        assert not (tmp_path / "ended").exists()
-    assert (tmp_path / "ended").exists()
+        assert [steady.step(), steady.step()] == [["2"], ["3"]]
+        assert not ended.exists()
+    assert ended.exists()
 
 
 @pytest.mark.parametrize(
