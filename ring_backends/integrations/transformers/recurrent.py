@@ -441,7 +441,7 @@ class _Mamba1(_Recurrence):
     asks_for_state = "return_last_state"
 
     def run(self, called: _Called, *, is_entered: bool) -> _Run:
-        out, state = called.with_changes(z=None, return_last_state=True)()
+        out, state = self._with_state(called)
         if not is_entered:
             return self._start(called, out, state)
         steps = called["dt"].float()
@@ -465,6 +465,21 @@ class _Mamba1(_Recurrence):
             return torch.cat(parts, 2)
 
         return _Run(out, (steps[:, :, -1:] * rates).exp(), state, response)
+
+    def _with_state(self, called: _Called) -> tuple[Tensor, Tensor]:
+        """The results, and the state after the last row.
+
+        The backward of mamba_ssm ignores the gradient of this state. So the gradient comes from further rows, which
+        leave the state as it is (dt is 0), and read one of its elements each.
+        """
+        rows, reads, size = called["hidden_states"], called["C"], called["A"].shape[1]
+        further = {name: F.pad(called[name], (0, size)) for name in ("hidden_states", "B")}
+        further["dt"] = F.pad(called["dt"], (0, size), value=-1e4 if called["delta_softplus"] else 0.0)
+        identity = torch.eye(size, dtype=reads.dtype, device=reads.device).expand(len(reads), size, size)
+        further["C"] = torch.cat([reads, identity], 2)
+        out, state = called.with_changes(**further, z=None, return_last_state=True)()
+        out, read = out.split([rows.shape[2], size], 2)
+        return out, state.detach() + (read - read.detach()).to(state.dtype)
 
     def unchanged(self, called: _Called) -> tuple[Tensor, Tensor]:
         rows, rates = called["hidden_states"], called["A"]
