@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from itertools import product
 from typing import Any
 
@@ -17,7 +20,7 @@ from transformers_checks import PRELOAD as PRELOAD
 from transformers_checks import Computed, compare
 
 from ring_backends import Ring
-from ring_backends.integrations.transformers import register, remove_ring, shard_inputs, use_ring
+from ring_backends.integrations.transformers import describe, register, remove_ring, shard_inputs, use_ring
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.rings import LAYOUTS, RingSpec
@@ -255,4 +258,145 @@ def test_layers_of_unknown_types() -> None:
     model = make_model("lfm2")
     model.config.layer_types = ["conv", "telepathy"]
     with pytest.raises(ValueError, match="layer_types has telepathy: such layers mix positions without this attention"):
+        use_ring(model, Ring())
+
+
+# --- what is passed on ------------------------------------------------------------------------------------------------
+
+DESCRIBED = {
+    "qwen3_next": "model.layers.0.linear_attn: convolution of 4 positions (passes on 3); delta rule (passes on "
+    "4 × 8 × 6 numbers and 4 matrices of 8 × 8)\nmodel.layers.1.self_attn: causal, full attention",
+    "bamba": "model.layers.0.mamba: convolution of 4 positions (passes on 3); Mamba 2 (passes on 4 × 16 × 8 numbers "
+    "and 4 decays)\nmodel.layers.1.self_attn: causal, full attention",
+    "mamba": "backbone.layers.0.mixer, backbone.layers.1.mixer: convolution of 4 positions (passes on 3); Mamba 1 "
+    "(passes on 48 × 8 numbers and as many decays)",
+    "minimax": "model.layers.0.self_attn: lightning attention (passes on 4 × 8 × 8 numbers)\n"
+    "model.layers.1.self_attn: causal, full attention",
+}
+
+
+def described(ring: Ring, kind: str) -> str:
+    model = make_model(kind)
+    use_ring(model, ring)
+    return describe(model)
+
+
+@pytest.mark.parametrize("kind", DESCRIBED)
+def test_what_each_layer_passes_on_in_words(kind: str) -> None:
+    assert described(Ring(), kind) == DESCRIBED[kind]
+
+
+def sent_bytes(ring: Ring, kind: str, length: int) -> list[int]:
+    """What this rank sends in the forward and in the backward of a model without an attention."""
+    model, found = make_model(kind), []
+    use_ring(model, ring)
+    logits = None
+    for _ in range(2):  # the first call compares the batches
+        ring.traffic.reset()
+        logits = model(**Batch(length).inputs).logits
+    assert logits is not None
+    found.append(ring.traffic.bytes)
+    ring.traffic.reset()
+    logits.sum().backward()
+    return [*found, ring.traffic.bytes]
+
+
+def test_traffic_does_not_grow_with_the_length(pair: World) -> None:
+    """A layer sends 3 rows of its convolution, and the state, to the next rank; and their gradients back."""
+    rows, state = 3 * 48, 48 * 8
+    expected = 4 * 2 * 2 * (rows + state)  # bytes of 2 layers and 2 sequences
+    for length in (24, 61):
+        assert pair.run(on_ring, sent_bytes, "mamba", length) == [[expected, 0], [0, expected]]
+
+
+# --- precision, compilation, unknown functions ------------------------------------------------------------------------
+
+
+def rounded(ring: Ring | None, kind: str, dtype: torch.dtype) -> Computed:
+    batch, model = LENGTHS[1], make_model(kind).to(dtype)
+    if ring is not None:
+        use_ring(model, ring)
+    return computed(model, model(**batch.inputs).logits.float(), batch, ring)
+
+
+def error_of(found: Iterable[Computed], wanted: Computed) -> tuple[float, float]:
+    """The largest error of logits, and the relative error of all gradients."""
+    by_rank, rows = list(found), LENGTHS[1].rows
+    of_logits = max(float((computed.logits - wanted.logits)[rows].abs().max()) for computed in by_rank)
+    sums = [sum(computed.gradients[name].float() for computed in by_rank) for name in wanted.gradients]
+    norms = [(one - other).norm() for one, other in zip(sums, wanted.gradients.values(), strict=True)]
+    return of_logits, float(
+        torch.stack(norms).norm() / torch.stack([x.norm() for x in wanted.gradients.values()]).norm()
+    )
+
+
+@pytest.mark.parametrize("kind", matrix_but(of=("qwen3_next", "kimi_linear", "bamba", "jamba", "lfm2", "minimax")))
+def test_bf16(pair: World, kind: str) -> None:
+    exact = rounded(None, kind, torch.float32)
+    own = error_of([rounded(None, kind, torch.bfloat16)], exact)
+    found = error_of(pair.run(on_ring, rounded, kind, torch.bfloat16, layout="zigzag"), exact)
+    assert own[0] > 0
+    for of_ring, of_one in zip(found, own, strict=True):
+        assert of_ring <= 2 * of_one, (found, own)
+
+
+def compiled(ring: Ring, kind: str) -> list[Computed]:
+    model, batch = make_model(kind), LENGTHS[1]
+    use_ring(model, ring)
+    outputs: Any = torch.compile(model, backend="eager")(**batch.inputs)
+    return [computed(model, outputs.logits, batch, ring)]
+
+
+@pytest.mark.parametrize("kind", matrix_but(of=("qwen3_next", "bamba", "minimax")))
+def test_a_compiled_model(pair: World, kind: str) -> None:
+    assert_equal(pair.run(on_ring, compiled, kind), alone(kind, LENGTHS[1:]), LENGTHS[1:])
+
+
+def test_another_model_of_the_class_compiles_in_one_graph() -> None:
+    use_ring(make_model("lfm2"), Ring())
+    model, inputs = make_model("lfm2"), Batch(9).inputs
+    whole: Any = torch.compile(model, backend="eager", fullgraph=True)
+    assert_near(whole(**inputs).logits, model(**inputs).logits, 1e-6)
+
+
+OTHERS: dict[str, tuple[str, str, Callable[[Any], Callable[..., Any]]]] = {
+    "a convolution that reads the whole sequence": (
+        "lfm2",
+        "causal_conv1d_fn",
+        lambda own: lambda rows, *args, **kwargs: own(rows + rows.mean(2, keepdim=True), *args, **kwargs),
+    ),
+    "a delta rule that counts its rows": (
+        "qwen3_next",
+        "torch_chunk_gated_delta_rule",
+        lambda own: (
+            lambda *args, beta, **kwargs: own(*args, beta=beta / torch.arange(1, beta.shape[1] + 1)[:, None], **kwargs)
+        ),
+    ),
+    "a scan with another state": (
+        "bamba",
+        "mamba2_chunk_scan",
+        lambda own: (
+            lambda *args, **kwargs: (
+                (found[0], found[1].flip(3)) if isinstance(found := own(*args, **kwargs), tuple) else found
+            )
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_unknown_functions_of_known_names(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    kind, function, change = OTHERS[name]
+    model = make_model(kind)
+    module = import_module(type(model).__module__)
+    own = inspect.unwrap(getattr(module, function))
+    monkeypatch.setattr(module, function, functools.wraps(own)(change(own)))
+    with pytest.raises(ValueError, match=f"{function} of this release of transformers gives rows other values"):
+        use_ring(model, Ring())
+
+
+def test_unknown_lightning_attention() -> None:
+    model = make_model("minimax")
+    model.model.layers[0].self_attn.slope_rate *= 2
+    with pytest.raises(ValueError, match="MiniMaxLightningAttention computes another recurrence"):
         use_ring(model, Ring())
