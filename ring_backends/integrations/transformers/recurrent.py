@@ -42,7 +42,8 @@ class CalledSequence:
     """The rows of a rank in one call of a model.
 
     Attributes:
-        row_numbers: int [batch, rows], the number of each row in its packed document; None for one document per entry.
+        row_numbers: int [batch, rows], the number of each row in its packed document, in the memory of the host; None
+            for one document per entry.
     """
 
     ring: Ring
@@ -56,7 +57,7 @@ class CalledSequence:
         if seq_len is None:
             return None
         is_packed = arguments.get("document_ids") is not None
-        return cls(ring, seq_len, arguments.get("row_numbers") if is_packed else None)
+        return cls(ring, seq_len, arguments["row_numbers"].cpu() if is_packed else None)
 
     @property
     def pieces(self) -> list[range]:
@@ -803,9 +804,12 @@ def _lightning(running: _RunningLayer, out: Tensor) -> Tensor:
         weights = (-distances[..., None] * slopes).exp() * (numbers[:, None] >= numbers)[..., None]
         expected = torch.einsum("blhd,bmhd,lmh,bmhe->blhe", query, key, weights, value)
         if bool(((expected - out).abs() > 5e-2 * out.abs().max()).any()):
-            raise ValueError(f"{type(layer).__name__} computes another recurrence than lightning attention.")
-        alone: Tensor = (query * key * value).to(out.dtype)
-        return alone
+            raise ValueError(
+                f"{type(layer).__name__} of this release of transformers computes another recurrence than the "
+                "lightning attention that a ring knows; use a model without it."
+            )
+        alone: Tensor = query * key * value
+        return alone.to(out.dtype)
     sequence, ring = running.sequence, running.sequence.ring
     maps = []
     for piece in sequence.pieces:
