@@ -17,6 +17,9 @@ SIZES: dict[str, Any] = {
     **{"num_attention_heads": 4, "max_position_embeddings": 128, "pad_token_id": 0},
 }
 
+HAS_RECURRENT_LAYERS = hasattr(transformers.cache_utils, "LinearAttentionLayer")
+"""Whether a ring knows the recurrent layers of this release: from 5.15 on."""
+
 
 def build(kind: str, task: str = "ForCausalLM", attention: str | None = None, seed: int = 0, **fields: Any) -> Any:
     """A random model of ``AutoModel{task}``, with these fields of its configuration."""

@@ -48,8 +48,9 @@ def batches_of(kind: str, size: int) -> list[Batch]:
     return [Batch(61, right=17), Batch(40, left=17), *packed, Batch(size), Batch(2 * size + 1)]
 
 
-def check(world: World, kind: str, size: int, layouts: Iterable[Any]) -> None:
-    batches, spec = batches_of(kind, size), RingSpec(str(size), (tuple(range(size)),), "size")
+def check(world: World, kind: str, size: int, layouts: Iterable[Any], ulysses_size: int = 1) -> None:
+    spec = RingSpec(str(size), (tuple(range(size)),), "size", ulysses_size=ulysses_size)
+    batches = batches_of(kind, size)
     wanted = alone(kind, batches)
     for layout in layouts:
         assert_equal(world.run(on_ring, on_ranks, kind, batches, layout=layout, rings=spec), wanted, batches)
@@ -63,6 +64,12 @@ def test_rings_of_two(pair: World, kind: str) -> None:
 @pytest.mark.parametrize("kind", matrix_but(of=("qwen3_next", "kimi_linear", "bamba", "jamba", "lfm2", "minimax")))
 def test_rings_of_three(worlds: Callable[[int], World], kind: str) -> None:
     check(worlds(3), kind, 3, ("zigzag",))
+
+
+@pytest.mark.parametrize("kind", matrix_but(of=("qwen3_next", "falcon_h1")))
+def test_groups_of_ranks(world: World, kind: str) -> None:
+    """Pairs of ranks exchange rows for heads in the attention, and pass on states as other ranks do."""
+    check(world, kind, 4, ("zigzag",), ulysses_size=2)
 
 
 # --- activation checkpointing, copies, adapters -----------------------------------------------------------------------
@@ -398,5 +405,5 @@ def test_unknown_functions_of_known_names(monkeypatch: pytest.MonkeyPatch, name:
 def test_unknown_lightning_attention() -> None:
     model = make_model("minimax")
     model.model.layers[0].self_attn.slope_rate *= 2
-    with pytest.raises(ValueError, match="MiniMaxLightningAttention computes another recurrence"):
+    with pytest.raises(ValueError, match=r"MiniMaxLightningAttention of this release .* computes another recurrence"):
         use_ring(model, Ring())

@@ -28,10 +28,22 @@ def test_a_ring_of_two(two: World) -> None:
 
 
 @LONG
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"llama", "lora", "qwen3-packed"}))
+@pytest.mark.parametrize(
+    "name", sorted(CASES.keys() - {"llama", "lora", "qwen3-packed", "hybrid-packed", "hybrid-rows"})
+)
 def test_two_ranks(two: World, name: str) -> None:
-    """In one of the layouts. Other tests run the three that are left out."""
+    """In one of the layouts. Other tests run those that are left out."""
     assert_equal(two.run(run, name, 2, LAYOUTS[len(name) % 2]), run(name, None))
+
+
+@LONG
+def test_packed_documents_of_a_model_with_recurrent_layers(two: World) -> None:
+    """They equal those in rows of their own. One process would mix them up without kernels of other packages."""
+    expected = run("hybrid-rows", None)
+    for name in ("flops", "predictions", "evaluation loss"):  # of other batches
+        expected.pop(name)
+    found = two.run(run, "hybrid-packed", 2, "zigzag")
+    assert_equal([{name: results[name] for name in expected} for results in found], expected)
 
 
 @LONG

@@ -104,6 +104,7 @@ CASES = {
     "lora": Case(completion, lora=True, config={"learning_rate": 1.0}),
     "dft": Case(config={"loss_type": "dft"}),
     "router-loss": Case(kind="qwen3_moe"),
+    "hybrid": Case(completion, kind="qwen3_next", config={"gradient_checkpointing": True}),
     "dpo": Case(pair, "mistral", trainer=DPOTrainer),
     "dpo-lora": Case(pair, lora=True, trainer=DPOTrainer, config={"learning_rate": 1.0, "loss_type": ["ipo", "sft"]}),
     "kto": Case(judged, trainer=KTOTrainer),

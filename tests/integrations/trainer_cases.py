@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import pytest
 import torch
 import torch.distributed as dist
-from small_models import VOCABULARY, build, transformers
+from small_models import HAS_RECURRENT_LAYERS, VOCABULARY, build, transformers
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -31,7 +31,7 @@ from ring_backends.testing.failing_calls import Ended, ending
 
 N, STEPS = 45, 6
 
-CausalKind = Literal["gpt2", "llama", "qwen3", "mistral", "gemma2", "gpt_oss", "qwen3_moe"]
+CausalKind = Literal["gpt2", "llama", "qwen3", "mistral", "gemma2", "gpt_oss", "qwen3_moe", "qwen3_next"]
 Kind = Literal[CausalKind, "bert", "modernbert"]
 Task = Literal["tokens", "sequence", "embedding"]
 OWN_SIZES: dict[Kind, dict[str, Any]] = {
@@ -46,8 +46,16 @@ OWN_SIZES: dict[Kind, dict[str, Any]] = {
         **{"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2},
         **{"moe_intermediate_size": 16, "output_router_logits": True, "router_aux_loss_coef": 0.5},
     },
+    "qwen3_next": {
+        **{"layer_types": ["linear_attention", "full_attention"], "num_key_value_heads": 2, "head_dim": 8},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8},
+        **{"linear_value_head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        **{"shared_expert_intermediate_size": 16, "router_aux_loss_coef": 0.5},
+    },
     "gpt_oss": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16, "num_local_experts": 4},
 }
+
+LORA_TARGETS = ["q_proj", "v_proj", "in_proj_qkvz"]
 
 
 def make_model(kind: Kind, lora: bool = False, task: Task = "tokens", **fields: Any) -> Any:
@@ -56,6 +64,8 @@ def make_model(kind: Kind, lora: bool = False, task: Task = "tokens", **fields: 
         pytest.skip("this release's ModernBERT has an attention of its own")
     if kind == "gpt2" and "cache" not in signature(transformers.GPT2LMHeadModel.forward).parameters:
         pytest.skip("GPT-2 of older releases does not pass the arguments of the model on to its attention")
+    if kind == "qwen3_next" and not HAS_RECURRENT_LAYERS:
+        pytest.skip("a ring refuses the recurrent layers of this release")
     head = "ForCausalLM" if kind in get_args(CausalKind) else "ForMaskedLM"
     head = {"tokens": head, "sequence": "ForSequenceClassification", "embedding": ""}[task]
     attention = "eager" if kind in ("gemma2", "gpt_oss") else "sdpa"
@@ -64,7 +74,7 @@ def make_model(kind: Kind, lora: bool = False, task: Task = "tokens", **fields: 
     if lora:
         peft = pytest.importorskip("peft")
         options = {"init_lora_weights": False, "task_type": "SEQ_CLS" if task == "sequence" else None}
-        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **options))
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=LORA_TARGETS, **options))
     return model
 
 
@@ -111,6 +121,7 @@ class Case:
 
 OFFLOAD = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}}
 KEEP_LABELS = {"remove_unused_columns": False, "label_names": ["labels"], "learning_rate": 0.001}
+TEN_CHECKPOINTED_STEPS = {"gradient_checkpointing": True, "max_steps": 10}
 CASES = {
     "llama": Case(),
     "qwen3-packed": Case("qwen3", packed=True),
@@ -120,6 +131,10 @@ CASES = {
     "gemma2": Case("gemma2"),
     "gpt-oss-lora": Case("gpt_oss", lora=True),
     "router-loss": Case("qwen3_moe"),
+    "hybrid": Case("qwen3_next", fields={"output_router_logits": True}, arguments=TEN_CHECKPOINTED_STEPS),
+    "hybrid-lora": Case("qwen3_next", lora=True, arguments=TEN_CHECKPOINTED_STEPS),
+    "hybrid-rows": Case("qwen3_next"),
+    "hybrid-packed": Case("qwen3_next", packed=True),
     # The Trainer counts the first label of a row of GPT-2, which its loss leaves out.
     "gpt2": Case("gpt2", arguments={"average_tokens_across_devices": False}),
     "accumulation": Case("qwen3", arguments={"gradient_accumulation_steps": 3}),
