@@ -1,10 +1,14 @@
-"""Prov-GigaPath's slide encoder on a ring: every rank of the ring calls it with the same whole slide::
+"""The slide encoder of GigaPath and GigaPath-Flash, on one device without flash-attn, or on a ring.
+
+Every rank of a ring calls it with the same whole slide::
 
     from ring_backends.integrations import gigapath
 
     attention = backend.RingDilatedAttention(**vars(gigapath.pattern_of(slide_encoder)), ring=ring)
     gigapath.use_ring(slide_encoder, attention)
     (embedding,) = slide_encoder(tiles, coords)  # the same on every rank
+
+On one device leave ``ring`` out. No process group is needed then.
 
 The tiles, and all activations, are sharded over the ranks. Layers that work row by row, such as projections and norms,
 are those of the published class. This module does not import ``gigapath``.
@@ -68,6 +72,7 @@ def use_ring(slide_encoder: nn.Module, attention: RingDilatedAttention, *, const
     tile_embeddings=False)`` with the same whole slides: x [batch, tiles, in_chans], and coords [batch, tiles, 2] or
     [tiles, 2] in pixels, as integers or in fp32 or fp64. Every rank gets the embeddings of the published class, a list
     of [batch, embed_dim]. flash-attn is not needed. x may be in fp64, fp32, bf16 or fp16, also under autocast.
+    ``slide_encoder.tile_size``, in pixels, may change between calls, for slides whose tiles have different sizes.
 
     ``padding_mask`` is bool [batch, tiles], True = padding, at any place. With it, the embedding of each slide is that
     of the published class for this slide alone without padding. x and coords of padding may hold any values.
@@ -309,6 +314,7 @@ class _SlideEncoder:
             places, slides = self._check(**tensors)
         x, encoder = tensors["x"], self.slide_encoder.encoder
         arguments = {**tensors, "all_layer_embed": all_layer_embed, "tile_embeddings": tile_embeddings}
+        arguments["slide_encoder.tile_size"] = float(self.slide_encoder.tile_size)
         with torchscale.same_call(ring, "the slides of a slide encoder", arguments, encoder, x.device):
             return self._embed(ring, x, places, slides, all_layer_embed, tile_embeddings)
 

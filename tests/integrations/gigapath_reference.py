@@ -70,5 +70,5 @@ def sine_embedding(embed_dim: int, slide_ngrids: int) -> Tensor:
 
 def create_model(pretrained: str, model_arch: str, in_chans: int, **options: Any) -> LongNetViT:
     """A model with random weights. GigaPath's function loads the published ones."""
-    width, depth = {"gigapath_slide_enc12l768d": (768, 12)}[model_arch]
+    width, depth = {"gigapath_slide_enc12l768d": (768, 12), "gigapath_slide_enc12l384d": (384, 12)}[model_arch]
     return LongNetViT(in_chans, width, depth, norm_layer=partial(nn.LayerNorm, eps=1e-6), **options)

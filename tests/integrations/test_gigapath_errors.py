@@ -227,7 +227,7 @@ def test_tracing_and_export(how: str) -> None:
     ended.check(Exception, message, within=AT_ONCE)
 
 
-@pytest.mark.parametrize("change", ["x", "coords", "tiles", "training mode"])
+@pytest.mark.parametrize("change", ["x", "coords", "tiles", "training mode", "slide_encoder.tile_size"])
 @on_every_rank
 def test_ranks_with_different_slides(change: str) -> None:
     model, (x, coords) = cases.make_model(), cases.make_slide(30)
@@ -236,6 +236,7 @@ def test_ranks_with_different_slides(change: str) -> None:
         x = {"x": x.flip(1), "tiles": x[:, :29]}.get(change, x)
         coords = {"coords": coords.flip(1), "tiles": coords[:, :29]}.get(change, coords)
         model.train(change != "training mode")
+        model.tile_size *= 2 if change == "slide_encoder.tile_size" else 1
     field = "x" if change == "tiles" else change
     with pytest.raises(RingMismatchError, match=rf"the ranks differ in {field} \(rank 0: "):
         model(x, coords)
