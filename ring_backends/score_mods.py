@@ -22,7 +22,7 @@ from torch import Tensor
 from ring_backends.kernels.score_mod import ScoreMod, with_variants
 from ring_backends.schedule.checks import check_integer
 
-__all__ = ["alibi", "distance", "relative", "softcap"]
+__all__ = ["alibi", "alibi_slopes", "distance", "relative", "softcap"]
 
 
 def softcap(cap: float) -> ScoreMod:
@@ -56,9 +56,27 @@ def softcap(cap: float) -> ScoreMod:
 def alibi(num_heads: int, *, device: torch.device | str | None = None) -> ScoreMod:
     """Subtract the distance of query and key, times a slope for each head (ALiBi, arXiv 2108.12409).
 
+    The slopes are those of :func:`alibi_slopes`. In attention that is not causal, the distance has no sign, as in
+    Long-MIL (arXiv 2311.12885).
+
+    Args:
+        num_heads: number of query heads.
+        device: device of the queries; None means torch's default.
+    """
+    slopes = alibi_slopes(num_heads, device=device)
+
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score - slopes[head] * (q_idx - kv_idx).abs().to(score.dtype)
+
+    return score_mod
+
+
+def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) -> Tensor:
+    """Return the slope of each head in ALiBi (arXiv 2108.12409) and TITAN (arXiv 2411.19666): fp32 [num_heads].
+
     The slopes are those of the paper: 2^(−8 · 1/H), 2^(−8 · 2/H), … for a number of heads H that is a power of two. For
     another number, they are the slopes of the next lower power of two, and then every other slope of the next higher
-    one, as in BLOOM. In attention that is not causal, the distance has no sign, as in Long-MIL (arXiv 2311.12885).
+    one, as in BLOOM.
 
     Args:
         num_heads: number of query heads.
@@ -67,12 +85,7 @@ def alibi(num_heads: int, *, device: torch.device | str | None = None) -> ScoreM
     check_integer("num_heads", num_heads, 1)
     power = 1 << (num_heads.bit_length() - 1)
     lower, higher = ([2 ** (-8 * (i + 1) / size) for i in range(size)] for size in (power, 2 * power))
-    slopes = torch.tensor((lower + higher[::2])[:num_heads], dtype=torch.float32, device=device)
-
-    def score_mod(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score - slopes[head] * (q_idx - kv_idx).abs().to(score.dtype)
-
-    return score_mod
+    return torch.tensor((lower + higher[::2])[:num_heads], dtype=torch.float32, device=device)
 
 
 def distance(coords: Tensor, slopes: Tensor) -> ScoreMod:
@@ -81,8 +94,8 @@ def distance(coords: Tensor, slopes: Tensor) -> ScoreMod:
     Args:
         coords: fp32, fp64 or integers [batch, n, 2], the place of each tile of the whole sequence, on every rank. bf16
             and fp16 would round pixels.
-        slopes: fp32 or fp64 [heads], the factor of each query head; for example 2^(−8 · 1/H), 2^(−8 · 2/H), …, each
-            divided by the distance of neighbouring tiles.
+        slopes: fp32 or fp64 [heads], the factor of each query head; for example those of :func:`alibi_slopes`, divided
+            by the distance of neighbouring tiles.
 
     Raises:
         ValueError, TypeError: a tensor has another shape or dtype, or requires a gradient.

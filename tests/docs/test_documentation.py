@@ -32,6 +32,8 @@ GUIDES = [ROOT / name for name in _GUIDES.split()]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 BLOCK = re.compile(r"^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 PROGRAM = re.compile(r"# (?P<name>\w+\.py); run it as: (?P<command>[^\n]+)\n")
+STAND_INS = [ROOT / "tests" / "integrations", ROOT / "tests" / "integrations" / "stand_ins"]
+"""Folders in which gigapath and torchscale are the tests' stand-ins, which need no GPU and no network."""
 DOCUMENTED = re.compile(r"^\.\. auto\w+:: (?P<name>ring_backends[\w.]*)$", re.MULTILINE)
 
 pytestmark = pytest.mark.skipif(not PAGES, reason="this tree has no docs/")
@@ -126,22 +128,12 @@ def test_programs(name: str, command: str, text: str, tmp_path: Path) -> None:
     for library in ("transformers", "matplotlib"):
         if library in text and find_spec(library) is None:
             pytest.skip(f"{library} is not installed")
-    path = stand_ins(tmp_path) if re.search("^from (gigapath|torchscale)", text, re.MULTILINE) else ()
+    path = STAND_INS if re.search("^from (gigapath|torchscale)", text, re.MULTILINE) else ()
     (tmp_path / name).write_text(text, encoding="utf-8")
     command_line = [*TORCHRUN, "--master-port", str(free_port()), *shlex.split(command)[1:]]
     printed = output_of(command_line, tmp_path, environment(*path, HF_HUB_OFFLINE="1"), timeout=280)
     for line in shown_below(text):
         assert without_rounding(line) in without_rounding(printed), f"{line}\nis not in\n{printed}"
-
-
-def stand_ins(folder: Path) -> list[Path]:
-    """Folders in which gigapath and torchscale are the tests' stand-ins, which need no GPU and no network."""
-    modules = {"gigapath/slide_encoder.py": "gigapath_reference"}
-    modules |= {f"torchscale/{name}.py": "torchscale_modules" for name in ("architecture/config", "model/LongNet")}
-    for path, name in modules.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(f"from {name} import *\n")
-    return [folder, ROOT / "tests" / "integrations"]
 
 
 def without_rounding(text: str) -> str:

@@ -68,7 +68,11 @@ def sine_embedding(embed_dim: int, slide_ngrids: int) -> Tensor:
     return torch.cat([torch.zeros(1, embed_dim), of_both])[None]
 
 
-def create_model(pretrained: str, model_arch: str, in_chans: int, **options: Any) -> LongNetViT:
+ARCHITECTURES = {"gigapath_slide_enc12l768d": (768, 12), "gigapath_slide_enc12l384d": (384, 12)}
+"""Width and number of layers."""
+
+
+def create_model(pretrained: str, model_arch: str, in_chans: int, local_dir: str = "", **options: Any) -> LongNetViT:
     """A model with random weights. GigaPath's function loads the published ones."""
-    width, depth = {"gigapath_slide_enc12l768d": (768, 12), "gigapath_slide_enc12l384d": (384, 12)}[model_arch]
+    width, depth = ARCHITECTURES[model_arch]
     return LongNetViT(in_chans, width, depth, norm_layer=partial(nn.LayerNorm, eps=1e-6), **options)

@@ -1,0 +1,1 @@
+from gigapath_reference import *  # noqa: F403

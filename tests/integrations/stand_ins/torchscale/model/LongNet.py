@@ -1,0 +1,1 @@
+from torchscale_modules import *  # noqa: F403
