@@ -70,13 +70,15 @@ def documented_modules() -> list[str]:
 
 
 def programs() -> list[Any]:
-    found = []
+    """The programs for torchrun. Several pages may show the same one. tests/ring/test_clusters.py runs the others."""
+    found = {}
     for page in [*GUIDES, *PAGES]:
         for _, text in blocks(page, "python"):
             head = PROGRAM.match(text)
-            if head and head["command"].startswith("torchrun"):  # tests/ring/test_clusters.py runs the others
-                found.append(pytest.param(head["name"], head["command"], text, id=f"{name_of(page)}-{head['name']}"))
-    return found
+            if head and head["command"].startswith("torchrun") and text not in found:
+                values = head["name"], head["command"], text
+                found[text] = pytest.param(*values, id=f"{name_of(page)}-{head['name']}")
+    return [*found.values()]
 
 
 TORCHRUN = ("-m", "torch.distributed.run")
@@ -185,9 +187,18 @@ def test_shown_imports_are_short() -> None:
 def test_the_readme_is_short_and_shows_a_picture_and_an_example_first() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 130
-    first = "\n".join(lines[:40])
-    assert "](docs/ring.svg)" in first
-    assert re.search(r"^```python\n(?:.*\n){5,8}```$", first, re.MULTILINE)
+    first = "\n".join(lines[:45])
+    for shown in ("](docs/ring.svg)", "pip install .", "**Measured:**", "**Status:**", "The program prints:"):
+        assert shown in first
+
+
+def test_the_first_example_is_the_same_program_everywhere() -> None:
+    """With its output. ``test_programs`` runs it, and compares the output."""
+    pages = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("index.md", "getting-started.md"))]
+    shown = {re.search(r"^```python\n# ring\.py;.*?^```text\n.*?^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+             for page in pages}  # fmt: skip
+    assert len({match and match[0] for match in shown}) == 1
+    assert None not in shown
 
 
 def test_the_rooms_are_those_of_the_import_contract() -> None:
