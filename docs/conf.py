@@ -42,6 +42,8 @@ nitpicky = True
 html_theme = "furo"
 html_title = f"ring_backends {release}"
 html_show_sphinx = False
+html_static_path = ["_static"]
+html_css_files = ["columns.css"]
 myst_heading_anchors = 3
 pygments_style = "friendly"
 
