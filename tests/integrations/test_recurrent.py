@@ -253,13 +253,13 @@ def by_name(ring: Ring, kind: str) -> Ended:
 @pytest.mark.parametrize("kind", matrix_but("qwen3_next", of=("qwen3_next", "falcon_h1", "lfm2", "jamba")))
 def test_models_that_were_not_given_to_register(pair: World, kind: str) -> None:
     for found in pair.run(on_ring, by_name, kind):
-        found.check(ValueError, "layer_types has ", "in a model that was given to use_ring(), attach() or register(")
+        found.check(ValueError, "layer_types has ", "the model was given to use_ring(), attach() or register(")
 
 
 def test_layers_of_unknown_types() -> None:
     model = make_model("lfm2")
     model.config.layer_types = ["conv", "telepathy"]
-    with pytest.raises(ValueError, match="layer_types has telepathy: such layers mix positions without this attention"):
+    with pytest.raises(ValueError, match="layer_types has telepathy: a ring does not know how these layers mix positions"):
         use_ring(model, Ring())
 
 
