@@ -17,6 +17,7 @@ from ranks import DIRECTIONS, Worlds
 from recurrent_layers import recurrent_layers
 from report import Dtype, Integers, Repeats, Row, Shrink, add_command, compared, integers, new_app, read_rows, table
 from rich.console import Console
+from slides import slides
 from slow_link import NoNamespacesError, hidden_hops
 from tiny_calls import tiny_calls
 from training_steps import attach, blocks
@@ -249,6 +250,7 @@ for measure in (
     blocks,
     attach,
     recurrent_layers,
+    slides,
     hidden_hops,
     groups,
 ):

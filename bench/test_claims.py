@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -9,14 +10,17 @@ import signal
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import claims
 import groups
 import pytest
 import recurrent_layers
+import slides
 import slow_link
 import tiny_calls
+import torch
 import training_steps
 from case import DENSE_RING, ONE_DEVICE, Case
 from clock import in_turns
@@ -74,6 +78,21 @@ def test_options(worlds: Worlds) -> None:
     rows = [*claims.options(worlds, 1, SHRINK)]
     assert len({row["option"] for row in rows}) == 7
     check_calls(rows, 1)
+
+
+def test_slides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, with the tests' stand-in for gigapath, whose attention is dense."""
+
+    here = SimpleNamespace(run=lambda function, *args: [function(*args)])
+    folder = Path(__file__).parents[1] / "tests" / "integrations"
+    for path in (folder, folder / "stand_ins"):
+        monkeypatch.syspath_prepend(path)
+    monkeypatch.setattr(slides, "World", lambda *args, **options: contextlib.nullcontext(here))
+    (row,) = slides.slides("64", threads=torch.get_num_threads(), repeats=1)
+    assert row["class"] == "gigapath_reference"
+    assert 0 < row["error"] < 1e-4
+    check_calls([row], 1)
+    assert min(row["call_bytes"], row["published_call_bytes"]) >= 0
 
 
 def test_memory(worlds: Worlds) -> None:
