@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import pickle
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
@@ -13,7 +14,12 @@ import pytest
 import torch
 from native_ranks import assert_near, on_ring
 from recurrent_models import KINDS, Batch, alone, assert_equal, computed, logits_of, make_model, on_ranks
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from small_models import build
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers_checks import PRELOAD as PRELOAD
 from transformers_checks import Computed, compare
@@ -259,8 +265,70 @@ def test_models_that_were_not_given_to_register(pair: World, kind: str) -> None:
 def test_layers_of_unknown_types() -> None:
     model = make_model("lfm2")
     model.config.layer_types = ["conv", "telepathy"]
-    with pytest.raises(ValueError, match="layer_types has telepathy: a ring does not know how these layers mix positions"):
+    with pytest.raises(ValueError, match="layer_types has telepathy: a ring does not know how these layers mix"):
         use_ring(model, Ring())
+
+
+def test_layers_of_two_models_on_rings() -> None:
+    """Two sets of hooks would end their calls in the wrong order, and leave one that other models would join."""
+    policy, value = make_model("jamba"), make_model("jamba", seed=1)
+    value.model = policy.model
+    register(Ring(), "ring_of_policy", model=policy)
+    for put in (register, use_ring):
+        with pytest.raises(ValueError, match="its JambaMambaMixer is on a ring already, in another model"):
+            put(Ring(), "ring_of_value", model=value) if put is register else use_ring(value, Ring())
+    remove_ring(policy)
+    use_ring(value, Ring())
+
+
+def test_a_function_that_is_replaced_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank would compute its own rows alone."""
+    model = make_model("lfm2")
+    use_ring(model, Ring())
+    module = import_module(type(model).__module__)
+    monkeypatch.setattr(module, "causal_conv1d_fn", module.causal_conv1d_fn.__wrapped__)
+    with pytest.raises(ValueError, match=r"causal_conv1d_fn of .*modeling_lfm2 was replaced after the model was"):
+        model(**Batch(8).inputs)
+
+
+def test_an_interrupted_call() -> None:
+    """torch runs no hooks after an interrupt, so the call would go on in every model of the class."""
+    batch, other = Batch(5, documents=((1, 2, 2),)), make_model("jamba")
+    model = make_model("jamba")
+    use_ring(model, Ring())
+    wanted, beside = model(**batch.inputs).logits, other(**Batch(5).inputs).logits
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[0].mamba.x_proj.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**batch.inputs)
+    hook.remove()
+    assert torch.equal(model(**batch.inputs).logits, wanted)
+    assert torch.equal(other(**Batch(5).inputs).logits, beside)
+
+
+def test_a_reentrant_wrapper_on_one_rank() -> None:
+    """What is computed again knows nothing of the documents, unless the arguments of the model reach the layer."""
+    model = make_model("mamba").train()
+    use_ring(model, Ring())
+    wrapped = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)
+    apply_activation_checkpointing(model, wrapped, lambda part: isinstance(part, GradientCheckpointingLayer))
+    logits = model(**Batch(5, documents=((1, 2, 2),)).inputs).logits
+    with pytest.raises(ValueError, match=r"MambaMixer does not know which rows .*gradient_checkpointing_enable"):
+        logits.sum().backward()
+
+
+def test_pickles() -> None:
+    llama, hybrid = build("llama"), make_model("lfm2")
+    for model in (llama, hybrid):
+        register(Ring(), "ring_of_pickles", model=model)
+    assert pickle.loads(pickle.dumps(llama)).config.hidden_size == llama.config.hidden_size
+    with pytest.raises(TypeError, match=r"recurrent layers is on a ring, and cannot be pickled: save model.state_dict"):
+        pickle.dumps(hybrid)
+    remove_ring(hybrid)
+    pickle.dumps(hybrid)
 
 
 # --- what is passed on ------------------------------------------------------------------------------------------------

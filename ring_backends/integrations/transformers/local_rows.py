@@ -95,11 +95,11 @@ class LocalRows:
 
     def __init__(self, inner: Any, registration: Registration) -> None:
         self.inner, self.own_implementation = inner, inner.config._attn_implementation
-        self.recurrent = RecurrentLayers(inner, registration)
+        self.recurrent = RecurrentLayers(inner, registration) if recurrent_layers_of(inner) else None
         self.hooks = []
         for part in models_of(inner):
             self.hooks.append(part.register_forward_pre_hook(self.check, with_kwargs=True))
-            if self.recurrent.layers:
+            if self.recurrent is not None:
                 self.hooks.append(part.register_forward_hook(self.end, always_call=True))
 
     def check(self, model: Any, args: Any, arguments: dict[str, Any]) -> Any:
@@ -107,9 +107,9 @@ class LocalRows:
         if "seq_len" not in arguments:
             return None
         _check(model, arguments)
-        if not self.recurrent.layers:
+        if self.recurrent is None:
             return None
-        self.recurrent.called = arguments
+        self.recurrent.begin(arguments)
         changes: dict[str, Any] = {"num_passing": len(self.recurrent.layers)}
         if takes_use_cache(model):
             changes["use_cache"] = False  # else layers give convolutions further rows, for the cache
@@ -117,11 +117,13 @@ class LocalRows:
 
     def end(self, model: Any, args: Any, output: Any) -> None:
         """End a call of the model, or of one within it."""
-        self.recurrent.called = {}
+        if self.recurrent is not None:
+            self.recurrent.called = {}
 
     def remove(self) -> None:
         """Take the hooks off the model, and give it its own attention back."""
-        self.recurrent.remove()
+        if self.recurrent is not None:
+            self.recurrent.remove()
         for hook in self.hooks:
             hook.remove()
         self.inner.set_attn_implementation(self.own_implementation)

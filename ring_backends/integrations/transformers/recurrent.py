@@ -602,29 +602,36 @@ def recurrent_layers_of(model: nn.Module) -> list[nn.Module]:
     """The layers of a model whose convolutions and recurrences a ring knows; none before transformers 5.17."""
     if _RELEASE < _FIRST_RELEASE:
         return []
-    return [part for part in model.modules() if _functions_of(part) or _is_lightning(part)]
+    return [part for part in model.modules() if _functions_of(part)[1] or _is_lightning(part)]
 
 
-def _functions_of(layer: nn.Module) -> list[str]:
-    """The names of the functions in :data:`_FUNCTIONS` that the forward of a layer calls."""
-    forward = _own_forward(layer)
-    found = []
+def _functions_of(layer: nn.Module) -> tuple[dict[str, Any], list[str]]:
+    """The namespace of the module that defines a layer, and which of :data:`_FUNCTIONS` the forward calls."""
+    layer_class: Any = type(layer)
+    return _functions_of_class(layer_class)
+
+
+@functools.cache
+def _functions_of_class(layer_class: Any) -> tuple[dict[str, Any], list[str]]:
+    forward = _own_forward(layer_class)
+    namespace, found = forward.__globals__, []
     for name in _FUNCTIONS.keys() & set(forward.__code__.co_names):
-        function = forward.__globals__.get(name)
+        function = namespace.get(name)
         if callable(function) and _FUNCTIONS[name].needs <= inspect.signature(function).parameters.keys():
             found.append(name)
-    return found
+    return namespace, found
 
 
 def _is_lightning(layer: nn.Module) -> bool:
     """Whether a layer is the lightning attention of MiniMax, whose forward computes the recurrence itself."""
+    names = _own_forward(type(layer)).__code__.co_names
     parts = ("slope_rate", "qkv_proj", "norm", "act_fn", "head_dim", "num_attention_heads", "block_size")
-    return "set_linear_cache" in _own_forward(layer).__code__.co_names and all(hasattr(layer, name) for name in parts)
+    return "set_linear_cache" in names and all(hasattr(layer, name) for name in parts)
 
 
-def _own_forward(layer: nn.Module) -> Any:
-    """The forward that the class of a layer defines, without decorators, some of which leave no ``__wrapped__``."""
-    owner: Any = next(base for base in type(layer).__mro__ if "forward" in vars(base))
+def _own_forward(layer_class: Any) -> Any:
+    """The forward that a class of layers defines, without decorators, some of which leave no ``__wrapped__``."""
+    owner = next(base for base in layer_class.__mro__ if "forward" in vars(base))
     forward = inspect.unwrap(owner.forward)
     while forward.__globals__["__name__"] != owner.__module__:
         wrapped = [cell.cell_contents for cell in forward.__closure__ or () if inspect.isfunction(cell.cell_contents)]
@@ -655,17 +662,29 @@ class RecurrentLayers:
     Attributes:
         layers: the layers.
         called: the arguments of the running call of the model, for the layers that get none of them.
+        has_packed: whether such a layer has computed packed documents.
     """
 
     def __init__(self, model: nn.Module, registration: Registration) -> None:
         self.registration, self.ring = registration, registration.ring
         self.layers = recurrent_layers_of(model)
+        self.has_packed = False
+        for layer in self.layers:
+            owners = (getattr(hook, "__self__", None) for hook in layer._forward_pre_hooks.values())
+            if any(isinstance(owner, RecurrentLayers) for owner in owners):
+                raise ValueError(
+                    f"model = {type(model).__name__}: its {type(layer).__name__} is on a ring already, in another "
+                    "model; call remove_ring() on that model first."
+                )
         self.called: Mapping[str, Any] = {}
         self.outer: list[_RunningLayer | None] = []
         self.sequences: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.hooks: list[RemovableHandle] = []
         for layer in self.layers:
-            _dispatch_functions_of(layer)
+            namespace, names = _functions_of(layer)
+            for name in names:
+                if not hasattr(namespace[name], "is_dispatcher"):
+                    namespace[name] = _dispatcher(namespace[name], _FUNCTIONS[name])
             self.hooks.append(layer.register_forward_pre_hook(self.before, with_kwargs=True))
             self.hooks.append(layer.register_forward_hook(self.after, always_call=True))
             if _is_lightning(layer):
@@ -674,6 +693,14 @@ class RecurrentLayers:
         for block in (part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)):
             if any(type(child).__name__ in _WITHOUT_ARGUMENTS for child in block.children()):
                 self.hooks.append(block.register_forward_pre_hook(self.mark_mask, with_kwargs=True))
+
+    def begin(self, arguments: Mapping[str, Any]) -> None:
+        """Begin a call of the model. What an interrupted call has left is forgotten: torch runs no hooks then."""
+        self.called = arguments
+        if self.outer:
+            _running.set(self.outer[0])
+            _all_running[:] = [running for running in _all_running if running.layer not in self.layers]
+            self.outer.clear()
 
     def remove(self) -> None:
         """Take the hooks off the layers."""
@@ -686,7 +713,14 @@ class RecurrentLayers:
         copied.registration, copied.ring = self.registration, self.ring
         copied.layers, copied.hooks = copy.deepcopy(self.layers, memo), copy.deepcopy(self.hooks, memo)
         copied.called, copied.outer, copied.sequences = {}, [], WeakTensorKeyDictionary()
+        copied.has_packed = self.has_packed
         return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a model with recurrent layers is on a ring, and cannot be pickled: save model.state_dict(), or call "
+            "remove_ring(model) first."
+        )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -710,7 +744,7 @@ class RecurrentLayers:
             self.registration.layers[layer] = "; ".join(dict.fromkeys(filter(None, running.passed)))
 
     def _begin(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _RunningLayer | None:
-        names = _own_forward(layer).__code__.co_varnames[1:]  # without self
+        names = _own_forward(type(layer)).__code__.co_varnames[1:]  # without self
         named = {**dict(zip(names, args, strict=False)), **kwargs}
         mask: Tensor | None = named.get("attention_mask")
         running = _RunningLayer(layer, mask, None)
@@ -721,10 +755,18 @@ class RecurrentLayers:
             running.sequence = None if generation.seq_len is None else CalledSequence(self.ring, generation.seq_len)
             return None if running.sequence is None else running
         with self.ring.report_refusals():
+            namespace, functions = _functions_of(layer)
+            for function in functions:
+                if not hasattr(namespace[function], "is_dispatcher"):
+                    raise ValueError(
+                        f"{function} of {namespace['__name__']} was replaced after the model was put on a ring, which "
+                        "would not see it; replace it before, or call remove_ring(model) and put it on the ring again."
+                    )
             marked = None if mask is None else self.sequences.get(mask)
             running.sequence = CalledSequence.of_arguments(self.ring, named) or marked
             name = type(layer).__name__
-            if running.sequence is None and self.ring.size > 1:
+            is_lost = self.ring.size > 1 or (self.has_packed and in_backward() and name in _WITHOUT_ARGUMENTS)
+            if running.sequence is None and is_lost:
                 raise ValueError(_ARGUMENTS_LOST.format(layer=name))
             if running.sequence is None or (self.ring.size == 1 and running.sequence.row_numbers is None):
                 return None
@@ -755,6 +797,7 @@ class RecurrentLayers:
             self._check_mask(type(block).__name__, rows, mask, arguments)
         mask = rows.new_ones(rows.shape[:2], dtype=torch.bool) if mask is None else mask.view_as(mask)
         self.sequences[mask] = sequence
+        self.has_packed |= sequence.row_numbers is not None
         return args, {**kwargs, "attention_mask": mask}
 
     # Lightning attention (MiniMax): S -> exp(-slope) S + k v^T.
@@ -772,13 +815,6 @@ class RecurrentLayers:
             return None
         (out,) = args
         return (_lightning(running, out.unflatten(-1, (running.layer.num_attention_heads, -1))).flatten(2),)
-
-
-def _dispatch_functions_of(layer: nn.Module) -> None:
-    namespace = _own_forward(layer).__globals__
-    for name in _functions_of(layer):
-        if not hasattr(namespace[name], "is_dispatcher"):
-            namespace[name] = _dispatcher(namespace[name], _FUNCTIONS[name])
 
 
 def _lightning(running: _RunningLayer, out: Tensor) -> Tensor:

@@ -225,9 +225,9 @@ class ShardedForward:
                 "sequence classifier or a model without a head, so its head may pool rows, of which each rank has only "
                 "a part; use the model without a head, and pool its rows with ring.pool()."
             )
+        self.recurrent = RecurrentLayers(inner, registration)
         self.head = PooledHead(inner) if has_pooler or is_sequence_classifier(inner) else None
         self.inner, self.ring, self.attn_implementation = inner, registration.ring, attn_implementation
-        self.recurrent = RecurrentLayers(inner, registration)
         self.label_smoothing = label_smoothing
         self.models = models_of(inner)
         self.first_position = first_position_of(inner.config)
@@ -331,7 +331,7 @@ class ShardedForward:
         whole = {name for name, value in batch.items() if isinstance(value, Tensor) or name in MARKS}
         options = {name: batch.pop(name) for name in batch.keys() - whole}
         local = {**options, **shard_inputs(self.ring, first_position=self.first_position, **batch)}
-        self.recurrent.called = local
+        self.recurrent.begin(local)
         if has_router_loss:
             self.router_rows = local.get("attention_mask"), *shape
         if self.labels is not None and has_sum and not self.label_smoothing:
