@@ -133,7 +133,10 @@ BY_TYPE: dict[str, dict[str, Any]] = {
     "xlstm": {"embedding_dim": 32, "num_heads": 4},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "zamba": {"layers_block_type": ["mamba", "hybrid"], "attention_hidden_size": 64, "attention_head_dim": 16},
-    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1, "attention_hidden_size": 64},
+    "zamba2": {
+        **{"layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1, "attention_hidden_size": 64},
+        **{"n_mamba_heads": 4, "attention_head_dim": 16},
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 """Values of one model type, where those of SIZES contradict each other or turn a feature off."""
