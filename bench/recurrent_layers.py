@@ -22,7 +22,7 @@ LAYERS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "convolution": ("lfm2", 16384, {**_COMMON, **_ATTENTION, "layer_types": ["conv"]}),
     "gated delta rule": ("qwen3_next", 8192, {**_COMMON, **_ATTENTION, **_DELTA, "layer_types": ["linear_attention"]}),
     "Mamba 2": ("mamba2", 8192, {**_COMMON, "num_heads": 16, "head_dim": 64, "state_size": 64, "n_groups": 2}),
-    "Mamba 1": ("mamba", 2048, {**_COMMON, "state_size": 16}),
+    "Mamba 1": ("mamba", 1024, {**_COMMON, "state_size": 16}),
 }
 """For each kind of layer: a type of models that has it, tokens, and the sizes of a model."""
 
