@@ -83,7 +83,10 @@ def test_convert_a_decoder_and_a_converted_file(tmp_path: Path) -> None:
     assert next(model.parameters()).dtype == torch.float32
     # `convert` accepts its own files only with the same options, because the tensors do not show the number of heads.
     shown("convert --heads 4", target, tmp_path / "the same.pt")
-    for options, names in (("--heads 3", "heads: num_heads"), ("--heads 4 --activation relu", "activation: activation")):
+    for options, names in (
+        ("--heads 3", "heads: num_heads"),
+        ("--heads 4 --activation relu", "activation: activation"),
+    ):
         message = f"--{names} = .*was written by `convert` with"
         check_refusal(message, f"convert {options}", target, tmp_path / "another.pt")
 
