@@ -241,6 +241,11 @@ def largest_error(found: Tensor, right: Tensor) -> float:
     return float((found - right).abs().max() / right.abs().max().clamp(min=1))
 
 
+def mean_error(found: Tensor, right: Tensor) -> float:
+    """The root of the mean square error, relative to the largest element if that is above 1."""
+    return float((found - right).square().mean().sqrt() / right.abs().max().clamp(min=1))
+
+
 def random_here(rings: Any, seed: int, checkpointing: str = "none", numbers: Any = None, **options: Any) -> Any:
     """Embeddings and gradients in training mode, after ``torch.manual_seed(seed + rank)``.
 

@@ -69,21 +69,24 @@ def test_batches_of_slides(two: World, global_pool: bool, layout: str, numbers: 
 @LONG
 @pytest.mark.parametrize(("numbers", "dtype"), [((1,), FP64), ((700, 3000, 2), FP32)], ids=str)
 def test_batches_of_long_slides_on_three_ranks(three: World, numbers: Any, dtype: torch.dtype) -> None:
-    """In fp32 an error above 1e-5 is at most twice that of the model's own code."""
+    """In fp32 an error above 1e-5 is at most twice that of the model's own code.
+
+    The fp32 error of a gradient is the root of its mean square, above 1e-6: the gradient of a key's bias is a sum of
+    numbers that nearly cancel, so the largest error of its elements is a matter of chance.
+    """
     wanted, wanted_grads = cases.by_own_code(cases.embed_batch, numbers)
     own, own_grads = cases.by_own_code(cases.embed_batch, numbers, dtype=dtype)
     found = three.run(cases.here, cases.embed_batch, THREE_OF_THREE, "zigzag", numbers, dtype=dtype)
     grads = cases.mean_of_ranks([grads for _, grads in found])
-
-    def allowed(own: Any, right: Any) -> float:
-        return max(1e-10 if dtype is torch.float64 else 1e-5, 2 * cases.largest_error(own, right))
-
+    is_exact = dtype is torch.float64
     for index, right in enumerate(wanted):
+        allowed = max(1e-10 if is_exact else 1e-5, 2 * cases.largest_error(own[index], right))
         for embeddings, _ in found:
-            assert cases.largest_error(embeddings[index], right) <= allowed(own[index], right), index
+            assert cases.largest_error(embeddings[index], right) <= allowed, index
     assert grads.keys() == wanted_grads.keys()
+    error = cases.largest_error if is_exact else cases.mean_error
     for name, right in wanted_grads.items():
-        assert cases.largest_error(grads[name], right) <= allowed(own_grads[name], right), name
+        assert error(grads[name], right) <= max(1e-10 if is_exact else 1e-6, 2 * error(own_grads[name], right)), name
 
 
 @THOROUGH
