@@ -33,6 +33,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ring_backends.integrations.transformers.attention import Registration, is_probing
 from ring_backends.integrations.transformers.caches import current_generation, from_last_row
+from ring_backends.integrations.transformers.probe import hooks_of
 from ring_backends.ring.ring import Ring
 from ring_backends.torch_internals import in_backward
 
@@ -670,8 +671,7 @@ class RecurrentLayers:
         self.layers = recurrent_layers_of(model)
         self.has_packed = False
         for layer in self.layers:
-            owners = (getattr(hook, "__self__", None) for hook in layer._forward_pre_hooks.values())
-            if any(isinstance(owner, RecurrentLayers) for owner in owners):
+            if hooks_of(layer, RecurrentLayers):
                 raise ValueError(
                     f"model = {type(model).__name__}: its {type(layer).__name__} is on a ring already, in another "
                     "model; call remove_ring() on that model first."
