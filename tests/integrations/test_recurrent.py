@@ -66,7 +66,7 @@ def test_rings_of_two(pair: World, kind: str) -> None:
     check(pair, kind, 2, LAYOUTS)
 
 
-@pytest.mark.parametrize("kind", matrix_but(of=("qwen3_next", "bamba", "jamba", "minimax")))
+@pytest.mark.parametrize("kind", matrix_but(of=KINDS))
 def test_rings_of_three(worlds: Callable[[int], World], kind: str) -> None:
     check(worlds(3), kind, 3, ("zigzag",))
 
