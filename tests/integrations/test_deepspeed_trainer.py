@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from small_models import SIZES, VOCABULARY
+from tiny_models import tiny_fields
 from trainer_cases import assert_equal, run
 
 from ring_backends.testing.world import World
@@ -30,16 +30,19 @@ def probe_partitioned_models() -> bool:
 
     ring = backend.initialize()
     settings = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
-    llama = transformers.LlamaForCausalLM._from_config(transformers.LlamaConfig(**SIZES))
-    own_sizes = {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 32}
-    bart = transformers.BartForCausalLM._from_config(transformers.BartConfig(vocab_size=VOCABULARY, **own_sizes))
+    names = ["LlamaForCausalLM", "FNetForMaskedLM", "BertForMaskedLM", "JambaForCausalLM"]
+    classes = [getattr(transformers, name) for name in names]
+    models = [model._from_config(model.config_class(**tiny_fields(model.config_class))) for model in classes]
     assert settings.is_zero3()
-    assert all(parameter.numel() == 0 for model in (llama, bart) for parameter in model.parameters())
-    attention = backend.RingDilatedAttention([None], [1], ring=ring)
-    use_ring(llama, attention)
-    with pytest.raises(ValueError, match=r"BartForCausalLM: model\.decoder\.embed_positions"):
-        use_ring(bart, attention)
-    return all(parameter.numel() == 0 for model in (llama, bart) for parameter in model.parameters())
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    assert all(parameter.numel() == 0 for parameter in parameters)
+    llama, fnet, *others = models
+    use_ring(llama, backend.RingDilatedAttention([None], [1], ring=ring))
+    with pytest.raises(ValueError, match=r"FNetForMaskedLM: .*FNetBasicFourierTransform"):
+        use_ring(fnet, ring)
+    for model in others:  # modules that share a bias, and that read the weights of modules within them
+        use_ring(model, ring)
+    return all(parameter.numel() == 0 for parameter in parameters)
 
 
 @pytest.mark.matrix(reason="starts DeepSpeed on two ranks")

@@ -424,8 +424,15 @@ class _Renumbered(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _with_whole_parameters(model: nn.Module) -> Iterator[None]:
-    """Gather the parameters that DeepSpeed's ZeRO 3 has partitioned, those of each module while it runs."""
-    partitioned = [part for part in model.modules() if any(hasattr(own, "ds_id") for own in part.parameters(False))]
+    """Gather the parameters that DeepSpeed's ZeRO 3 has partitioned, those of each module while it runs.
+
+    A module may read the parameters of the modules directly within it, and share them with other modules.
+    """
+    parameters: dict[nn.Module, list[Any]] = {
+        part: [own for module in (part, *part.children()) for own in module.parameters(False) if hasattr(own, "ds_id")]
+        for part in model.modules()
+    }
+    partitioned = [part for part, own in parameters.items() if own]
     with contextlib.ExitStack() as stack:
         if partitioned:
             zero = import_module("deepspeed").zero
@@ -433,7 +440,8 @@ def _with_whole_parameters(model: nn.Module) -> Iterator[None]:
 
             def gather(module: nn.Module, args: Any) -> None:
                 gathered[module] = contextlib.ExitStack()
-                gathered[module].enter_context(zero.GatheredParameters([*module.parameters(False)]))
+                missing = [own for own in parameters[module] if own.ds_status.name == "NOT_AVAILABLE"]
+                gathered[module].enter_context(zero.GatheredParameters(missing))
 
             def partition(module: nn.Module, args: Any, output: Any) -> None:
                 gathered.pop(module).close()
