@@ -35,6 +35,8 @@ CLASSES = (
     # Two attentions in a layer, layers that run several times, layers that do not run, and positions after padding.
     *(f"{name}ForCausalLM" for name in ("DiffLlama", "HrmText", "Mllama", "OPT")),
     *("ModernBertForMaskedLM", UNLISTED.name),
+    # Layers that keep the arguments of the model from their attention, and decoders that number their rows.
+    *(f"{name}ForCausalLM" for name in ("StableLm", "Nemotron", "Bart", "Marian")),
 )
 PADDED = ("RobertaForMaskedLM", "OPTForCausalLM", "LlamaForCausalLM", "DeepseekV3ForCausalLM")
 CHECKS = {

@@ -22,7 +22,15 @@ from torch.nn import functional as F
 from ring_backends import Ring
 from ring_backends.adapters import native
 from ring_backends.errors import RingMismatchError
-from ring_backends.integrations.transformers import generate, recurrent, register, remove_ring, shard_inputs, use_ring
+from ring_backends.integrations.transformers import (
+    generate,
+    inner_arguments,
+    recurrent,
+    register,
+    remove_ring,
+    shard_inputs,
+    use_ring,
+)
 from ring_backends.integrations.transformers.whole_batches import put_on_ring
 from ring_backends.testing.marks import MORE_CASES, matrix_but
 from ring_backends.testing.world import World
@@ -82,8 +90,6 @@ WAYS: dict[str, Any] = {"use_ring": on_a_ring, "register": registered}
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    # The position_ids do not reach the embedding of positions.
-    ("BartForCausalLM", {}, r"BartForCausalLM: model\.decoder\.embed_positions"),
     # Layers that mix rows without the attention.
     ("FNetForMaskedLM", {}, "FNetForMaskedLM: .*FNetBasicFourierTransform"),
     ("xLSTMForCausalLM", {}, "xLSTMForCausalLM: backbone"),
@@ -91,7 +97,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("EsmForMaskedLM", {"token_dropout": True}, "EsmForMaskedLM: .*EsmEmbeddings"),
     # The attention's mask or its arguments are used in another way.
     ("DogeForCausalLM", {}, "DogeForCausalLM: it computes with the attention mask, which on a ring is not a tensor"),
-    ("NemotronForCausalLM", {}, "NemotronAttention does not pass the arguments of the model on"),
+    # The position_ids do not reach the embedding of positions.
     ("Sam3LiteTextTextModel", {}, "Sam3LiteTextTextModel: embeddings.position_embedding"),
 ]
 
@@ -109,6 +115,12 @@ def test_models_that_are_refused(name: str, options: dict[str, Any], message: st
         on_a_ring(model)
     assert model.config._attn_implementation == "eager"
     assert torch.equal(model(input_ids=tokens)[0], before)
+
+
+def test_an_attention_that_gets_no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inner_arguments, "_KEEPING", ())
+    with pytest.raises(ValueError, match="NemotronAttention does not pass the arguments of the model on"):
+        on_a_ring(make("NemotronForCausalLM"))
 
 
 @pytest.mark.matrix(reason="makes models of many classes")
@@ -370,16 +382,16 @@ def test_a_model_whose_attention_is_not_registered(implementation: str) -> None:
     model(**batch_of("right"))  # the arguments of a whole sequence
 
 
-SKIP = r"(?s)BartForCausalLM: model\.decoder\.embed_positions.*register\(attention, probe=False\) skips this check"
+SKIP = r"(?s)Mixing: model\.layers\.0\.input_layernorm.*register\(attention, probe=False\) skips this check"
 
 
 def check_registered_models(ring: Ring) -> None:
     """They are probed. A model that was not given warns, and is probed when it generates."""
-    inputs, bart = shard_inputs(ring, **batch_of("right")), make("BartForCausalLM")
+    inputs, refused = shard_inputs(ring, **batch_of("right")), mixing(MIXTURES["mean of the batch"])
     with pytest.raises(ValueError, match=SKIP):
-        registered(bart, ring)
-    assert bart.config._attn_implementation == "eager"
-    assert not bart._forward_pre_hooks
+        registered(refused, ring)
+    assert refused.config._attn_implementation == "eager"
+    assert not refused._forward_pre_hooks
     llama = registered(make(), ring)
     llama(**inputs)
     generate(llama, ring, **batch_of("left"), max_new_tokens=2)
@@ -388,9 +400,9 @@ def check_registered_models(ring: Ring) -> None:
         registered(on_a_ring(make(), ring), ring)
     assert llama.config._attn_implementation == "eager"
     assert not any(part._forward_pre_hooks for part in llama.modules())
-    registered(bart, ring, probe=False)(**inputs)
+    registered(refused, ring, probe=False)(**inputs)
     register(attention(ring))
-    not_given = make("BartForCausalLM")
+    not_given = mixing(MIXTURES["mean of the batch"])
     not_given.set_attn_implementation("ring_dilated")
     with pytest.warns(UserWarning, match=r"register\(attention, model=model\)"):
         not_given(**inputs)

@@ -22,6 +22,7 @@ from ring_backends.integrations.transformers.attention import (
     register_as,
     registered,
 )
+from ring_backends.integrations.transformers.inner_arguments import pass_down
 from ring_backends.integrations.transformers.inputs import PADDED_BEFORE
 from ring_backends.integrations.transformers.probe import (
     Findings,
@@ -96,7 +97,7 @@ class LocalRows:
     def __init__(self, inner: Any, registration: Registration) -> None:
         self.inner, self.own_implementation = inner, inner.config._attn_implementation
         self.recurrent = RecurrentLayers(inner, registration) if recurrent_layers_of(inner) else None
-        self.hooks = []
+        self.hooks = pass_down(inner)
         for part in models_of(inner):
             self.hooks.append(part.register_forward_pre_hook(self.check, with_kwargs=True))
             if self.recurrent is not None:

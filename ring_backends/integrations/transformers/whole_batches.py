@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 from transformers.models.auto import modeling_auto
 
@@ -33,6 +32,7 @@ from ring_backends.integrations.transformers.attention import (
     register_as,
 )
 from ring_backends.integrations.transformers.caches import current_generation
+from ring_backends.integrations.transformers.inner_arguments import pass_down
 from ring_backends.integrations.transformers.inputs import (
     IGNORED,
     MARKS,
@@ -239,7 +239,7 @@ class ShardedForward:
         self.fused_len: int | None = None
         self.own_implementation = inner.config._attn_implementation
         self.loss_function = getattr(inner, "loss_function", None)
-        self.hooks: list[RemovableHandle] = [] if self.head is None else self.head.hooks
+        self.hooks = [*pass_down(inner), *([] if self.head is None else self.head.hooks)]
         self.router_rows: tuple[Tensor | None, int, int] | None = None  # mask, batch size, length of a call with a loss
         self.router_loss: Tensor | None = None
         if router_losses.has_router_loss(inner):
