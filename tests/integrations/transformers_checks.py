@@ -45,7 +45,8 @@ EVERYTHING = os.environ.get("RING_BACKENDS_SWEEP") == "everything"
 LANGUAGE_MODELS = frozenset({*MAPPINGS["causal"], *MAPPINGS["masked"]})
 """The types of the models with a class that predicts tokens."""
 
-NOT_SHIFTED = frozenset(("WhisperForCausalLM",))
+_DECODERS = "Whisper Bart MBart PLBart BigBirdPegasus Blenderbot BlenderbotSmall Marian Pegasus"
+NOT_SHIFTED = frozenset(f"{name}ForCausalLM" for name in _DECODERS.split())
 """Causal models whose labels are those of the rows themselves."""
 
 TOLERANCE = 1e-4
