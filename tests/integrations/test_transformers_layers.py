@@ -76,6 +76,24 @@ def test_padding_on_the_left(ranks: World, name: str, layout: Any) -> None:
     assert verdict.status == "EQUAL", verdict
 
 
+def gradients(ring: Ring, kind: str, use_reentrant: bool) -> dict[str, Tensor]:
+    model = make_model(kind).train()
+    use_ring(model, ring)
+    if ring.size > 1:
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.matrix(reason="few models are built like these")
+@pytest.mark.parametrize("kind", ["stablelm", "nemotron"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_keeps_the_arguments(pair: World, kind: str, use_reentrant: bool) -> None:
+    by_rank = pair.run(on_ring, gradients, kind, use_reentrant)
+    for name, expected in gradients(Ring(), kind, use_reentrant).items():
+        assert_near(sum(of_rank[name] for of_rank in by_rank) / 2, expected)
+
+
 N, WINDOW = 45, 9
 TOKENS = torch.randint(1, VOCABULARY, (2, N), generator=torch.Generator().manual_seed(1))
 CHUNKED = {"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 8, "head_dim": 8}

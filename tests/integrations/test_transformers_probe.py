@@ -118,9 +118,20 @@ def test_models_that_are_refused(name: str, options: dict[str, Any], message: st
 
 
 def test_an_attention_that_gets_no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inner_arguments, "_KEEPING", ())
+    monkeypatch.setattr(inner_arguments, "_WITHHOLDING", frozenset())
     with pytest.raises(ValueError, match="NemotronAttention does not pass the arguments of the model on"):
         on_a_ring(make("NemotronForCausalLM"))
+
+
+def test_an_embedding_of_positions_that_is_replaced_later() -> None:
+    """PEFT's modules_to_save does this."""
+    model = on_a_ring(make("BartForCausalLM"))
+    decoder = model.model.decoder
+    decoder.embed_positions = copy.deepcopy(decoder.embed_positions)
+    with pytest.raises(
+        ValueError, match="embed_positions of BartDecoder was replaced after the model was put on a ring"
+    ):
+        model(torch.arange(4, 4 + N)[None])
 
 
 @pytest.mark.matrix(reason="makes models of many classes")

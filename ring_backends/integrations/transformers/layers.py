@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, NamedTuple, cast
 
@@ -63,6 +63,7 @@ class RingMask:
         window: a query sees only keys that are less than this many tokens away; None without a window.
         chunk: the length of the chunks, in tokens, beyond which a query does not see; None without chunks.
         refusal: why the layer cannot have this mask; None if it can. A model may make masks that no layer uses.
+        arguments: those of the model that the layer withholds from its attention.
     """
 
     padding: Tensor | None
@@ -70,6 +71,7 @@ class RingMask:
     window: int | None = None
     chunk: int | None = None
     refusal: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 _BOTH = and_masks(causal_mask_function).__code__

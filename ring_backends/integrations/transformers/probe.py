@@ -426,7 +426,8 @@ class _Renumbered(TorchFunctionMode):
 def _with_whole_parameters(model: nn.Module) -> Iterator[None]:
     """Gather the parameters that DeepSpeed's ZeRO 3 has partitioned, those of each module while it runs.
 
-    A module may read the parameters of the modules directly within it, and share them with other modules.
+    A module may also read the parameters of the modules directly within it. So those of the embeddings and of the head
+    are whole all the time. Parameters that a module around it has gathered are left out: DeepSpeed does not nest them.
     """
     parameters: dict[nn.Module, list[Any]] = {
         part: [own for module in (part, *part.children()) for own in module.parameters(False) if hasattr(own, "ds_id")]
@@ -444,12 +445,13 @@ def _with_whole_parameters(model: nn.Module) -> Iterator[None]:
                 gathered[module].enter_context(zero.GatheredParameters(missing))
 
             def partition(module: nn.Module, args: Any, output: Any) -> None:
-                gathered.pop(module).close()
+                if module in gathered:
+                    gathered.pop(module).close()
 
             stack.callback(lambda: [context.close() for context in gathered.values()])
             for part in partitioned:
                 stack.enter_context(part.register_forward_pre_hook(gather))
-                stack.enter_context(part.register_forward_hook(partition))
+                stack.enter_context(part.register_forward_hook(partition, always_call=True))
         yield
 
 
